@@ -21,8 +21,8 @@ from peers_cpu import processor, versions
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import horizon_lm
-from horizon_lm.codecs.base import Codec
-from horizon_lm.kernels import host_decoding
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.memory.kernels import host_decoding
 
 CONFIG = LlamaConfig(
     hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8,

@@ -6,15 +6,15 @@ from functools import cache
 from field_schedule import FieldSettings, FieldStep, FieldTime, field_time, most_rows
 from simulated_models import source_of
 
-from horizon_lm.config import plan_config
-from horizon_lm.planning.admission.inputs import RowShape
-from horizon_lm.planning.admission.run_plan import plan_run
-from horizon_lm.planning.admission.this_machine import other_machine
 from horizon_lm.planning.arithmetic.catalog import Hardware, find_profile
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.planning.arithmetic.step_time import Simulation
+from horizon_lm.runs.admission.inputs import RowShape
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.admission.this_machine import other_machine
+from horizon_lm.runs.config import plan_config
 
 LENGTH = 1024
 PRECISIONS = ({}, {"precision": "bf16"}, {"precision": "bf16", "moments": "bfloat16"})  # ours: the first one that fits

@@ -9,6 +9,7 @@ landing a gradient in that of the parameters (stream ``copy_out``, the thread be
 from dataclasses import dataclass
 from math import ceil
 
+from horizon_lm.common.units import EMBED, HEAD, block
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.outline import ModelOutline, Work
 from horizon_lm.planning.arithmetic.step import Step, StepSettings
@@ -16,7 +17,6 @@ from horizon_lm.planning.arithmetic.step_cost import StepCost, rates
 from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.simulate import Cost, step_seconds
 from horizon_lm.schedule.waits import derive_waits
-from horizon_lm.units import EMBED, HEAD, block
 
 ALL = "all units"
 BYTES = 2  # per weight and per gradient in bf16, in host memory and on the device

@@ -9,8 +9,8 @@ from typing import Any
 
 from gguf_llama_cpp import CASES, EXPERTS, GEMMA, LINEAR, LLAMA3, ORIGINAL, byte_level, save_model
 
-from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
-from horizon_lm.data.gguf_splits import SPLIT_BY_PRE
+from horizon_lm.runs.data.gguf_splits import SPLIT_BY_PRE
+from horizon_lm.tools.gguf.export import FILE, export_gguf
 
 # llama.cpp's converter knows tokenizers by their hash, and no tiny ones: it is told the name of the way to split.
 CONVERT = """

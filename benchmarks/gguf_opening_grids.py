@@ -14,12 +14,12 @@ from gguf_llama_cpp import TOKENS
 from llama_cpp_process import LlamaCppProcess
 from transformers import AutoModelForCausalLM
 
-from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
-from horizon_lm.data.tokenizer_opening import open_tokenizer
+from horizon_lm.common.gguf_header import GgufHeader, read_gguf_header
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.gguf_header import GgufHeader, read_gguf_header
 from horizon_lm.model.gguf_architectures import ARCHITECTURES
 from horizon_lm.model.gguf_weights import load_gguf
+from horizon_lm.runs.data.tokenizer_opening import open_tokenizer
+from horizon_lm.tools.gguf.export import FILE, export_gguf
 
 IDS = torch.randint(5, 1000, (1, TOKENS), generator=torch.Generator().manual_seed(1))
 SAME, REJECTED, NOT_OPENED, OPENED_ALONE, WRONG = OUTCOMES = (

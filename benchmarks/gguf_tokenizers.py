@@ -24,9 +24,9 @@ from peers_cpu import processor, versions
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
-from horizon_lm.data.gguf_splits import SPLIT_BY_PRE
 from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.runs.data.gguf_splits import SPLIT_BY_PRE
+from horizon_lm.tools.gguf.export import FILE, export_gguf
 
 CLASSES = {
     "byte-level": ("TokenizersBackend", "PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"),

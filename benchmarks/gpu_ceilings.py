@@ -19,11 +19,11 @@ import torch
 from gpu_plan import predictions
 from gpu_products import SECONDS, data_sheet, describe, measure_products
 
-from horizon_lm.arena import Arena
 from horizon_lm.device.page_locks import PageLocks
-from horizon_lm.doctor.profile import measure_machine
-from horizon_lm.doctor.timing import Rounds
 from horizon_lm.engine.opening.options import open_device
+from horizon_lm.memory.arena import Arena
+from horizon_lm.tools.doctor.profile import measure_machine
+from horizon_lm.tools.doctor.timing import Rounds
 
 _ROUNDS = 5
 _EXPERTS_PER_TOKEN = 8

@@ -1,10 +1,10 @@
-"""The energy of steps beyond that of a machine at rest, from the counters of `horizon_lm.energy`."""
+"""The energy of steps beyond that of a machine at rest, from the counters of `horizon_lm.runs.training.energy`."""
 
 import time
 
 import torch
 
-from horizon_lm.energy import UNKNOWN, Energy, EnergyMeter
+from horizon_lm.runs.training.energy import UNKNOWN, Energy, EnergyMeter
 
 
 def open_meter(device: torch.device) -> EnergyMeter:

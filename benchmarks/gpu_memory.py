@@ -49,7 +49,7 @@ def _read(file: Path, names: tuple[str, ...]) -> dict[str, int]:
 
 def available_bytes() -> int:
     """Return the bytes of host memory that this process can get now, of the machine or of its control group."""
-    from horizon_lm.resources import memory_limits
+    from horizon_lm.common.resources import memory_limits
 
     return min(found.room for found in memory_limits())
 
@@ -147,8 +147,8 @@ def fill_and_lock(num_bytes: int, on_gpu: bool, spare: int = 2 * GIB) -> tuple[i
 
     import torch
 
-    from horizon_lm.arena import Arena
     from horizon_lm.device.page_locks import PageLocks
+    from horizon_lm.memory.arena import Arena
 
     locks = PageLocks(torch.device("cuda", 0)) if on_gpu else None
     pieces: list[torch.Tensor] = []

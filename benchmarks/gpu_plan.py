@@ -15,7 +15,7 @@ from horizon_lm.planning.arithmetic.request import Limit, Machine, Request
 from horizon_lm.planning.measure.model_outline import outline_model
 
 GIB = 2**30
-# As in horizon_lm.planning.admission, whose packages a machine need not have that has those of the engine.
+# As in horizon_lm.runs.admission, whose packages a machine need not have that has those of the engine.
 LIBRARIES_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES, STAGING_BYTES = GIB, GIB, 2**28, 2**28
 SCRATCH_BYTES = CudaDevice.link_bytes
 _PLANNED = ("3b", "7b", "14b", "8b-24gb")  # the suites that are predicted

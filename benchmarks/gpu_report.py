@@ -17,7 +17,7 @@ from gpu_products import describe as describe_product
 from gpu_worker import gain
 from peers_cpu import processor, versions
 
-from horizon_lm.energy import Energy
+from horizon_lm.runs.training.energy import Energy
 
 GIB = 2**30
 _COLUMNS = (

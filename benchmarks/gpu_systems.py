@@ -50,8 +50,8 @@ def horizon(case: Case) -> System:
 def horizon_sft(case: Case) -> System:
     """Create Horizon-LM with the steps of ``horizon-lm train``: a mask, statistics of tokens, and a loss that is read."""
     import horizon_lm
-    from horizon_lm.data.batch import Batch
-    from horizon_lm.objective.sft import nll
+    from horizon_lm.runs.data.batch import Batch
+    from horizon_lm.runs.objective.sft import nll
 
     model, optimizer = _streamed(case)
 

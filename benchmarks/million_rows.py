@@ -60,13 +60,13 @@ def write_rows(path: Path, count: int) -> None:
 
 def prepare(model: str, path: Path, num_proc: int) -> None:
     """Prepare rows as a run does before its first step, and print the figures of this process."""
-    from horizon_lm.config.load import as_config
-    from horizon_lm.data.checks import check_rows
-    from horizon_lm.data.loader import Loader
-    from horizon_lm.data.preprocess import prepare as prepare_rows
-    from horizon_lm.planning.admission.inputs import RowShape, fetch_source
-    from horizon_lm.training.rows import preprocess_config, training_sampler
-    from horizon_lm.training.setup import load_tokenizer
+    from horizon_lm.runs.admission.inputs import RowShape, fetch_source
+    from horizon_lm.runs.config.load import as_config
+    from horizon_lm.runs.data.checks import check_rows
+    from horizon_lm.runs.data.loader import Loader
+    from horizon_lm.runs.data.preprocess import prepare as prepare_rows
+    from horizon_lm.runs.training.rows import preprocess_config, training_sampler
+    from horizon_lm.runs.training.setup import load_tokenizer
 
     config = as_config(
         {"model_name_or_path": model, "datasets": str(path), "max_length": 256, "dataset_num_proc": num_proc}

@@ -18,7 +18,7 @@ from peers_cpu import processor, versions
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import horizon_lm
-from horizon_lm.optimizers import OPTIMIZERS
+from horizon_lm.common.optimizers import OPTIMIZERS
 
 CONFIG = LlamaConfig(
     hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9, num_key_value_heads=3, vocab_size=8192,

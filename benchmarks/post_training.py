@@ -24,13 +24,13 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, get_scheduler
 
 import horizon_lm
-from horizon_lm.config.load import as_config
-from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.data.batch import Batch
-from horizon_lm.data.loader import batch_from
-from horizon_lm.planning.admission.inputs import fetch_source
-from horizon_lm.training.rows import RunData, load_data
-from horizon_lm.training.setup import load_tokenizer
+from horizon_lm.common.constants import IGNORE_INDEX
+from horizon_lm.runs.admission.inputs import fetch_source
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.data.batch import Batch
+from horizon_lm.runs.data.loader import batch_from
+from horizon_lm.runs.training.rows import RunData, load_data
+from horizon_lm.runs.training.setup import load_tokenizer
 
 SHARED: dict[str, Any] = {
     "device": "cpu", "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 4, "save_strategy": "no", "export_dtype": "float32",

@@ -18,17 +18,17 @@ import torch
 from peers_cpu import processor, versions
 
 import horizon_lm
-from horizon_lm.config import plan_config
-from horizon_lm.doctor.profile import measure_machine
-from horizon_lm.doctor.timing import Rounds
 from horizon_lm.engine.opening.options import open_device
-from horizon_lm.planning.admission.inputs import RowShape, open_source
-from horizon_lm.planning.admission.run_plan import plan_run
-from horizon_lm.planning.admission.this_machine import this_machine
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.plan import Plan
+from horizon_lm.runs.admission.inputs import RowShape, open_source
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.admission.this_machine import this_machine
+from horizon_lm.runs.config import plan_config
 from horizon_lm.schedule.ops import UPDATES
 from horizon_lm.schedule.trace import Span, Trace, busy_seconds
+from horizon_lm.tools.doctor.profile import measure_machine
+from horizon_lm.tools.doctor.timing import Rounds
 
 SHAPES = ((4, 256), (8, 128), (2, 512))
 

@@ -50,7 +50,7 @@ def train(model: str, data: Path, streamed: bool) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
     import horizon_lm
-    from horizon_lm.resources import resident_bytes
+    from horizon_lm.common.resources import resident_bytes
 
     batches, before = rows_of(model, data), resident_bytes()
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)

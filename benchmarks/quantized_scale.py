@@ -20,9 +20,13 @@ import torch
 from peers_cpu import processor, versions
 
 import horizon_lm
+from horizon_lm.common.quantities import format_bytes, parse_bytes
+from horizon_lm.common.resources import usable_cores
 from horizon_lm.engine.opening.filling import add_adapters, with_store
 from horizon_lm.engine.opening.options import StreamArguments, open_device
+from horizon_lm.memory.store import Store
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.files.quantized_checkpoint import Quantized
 from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.quantization import expected_codecs
 from horizon_lm.model.skeletons import build_skeleton
@@ -33,11 +37,7 @@ from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.request import Machine, Request
 from horizon_lm.planning.arithmetic.residency import ExpectedBatch
 from horizon_lm.planning.measure.model_outline import outline_model
-from horizon_lm.quantities import format_bytes, parse_bytes
-from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.trace import Trace, exposed_seconds
-from horizon_lm.store.quantized_checkpoint import Quantized
-from horizon_lm.store.store import Store
 
 LENGTH = 4096
 ADAPTERS = Adapters(r=16, lora_dropout=0.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))

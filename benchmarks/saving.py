@@ -24,14 +24,14 @@ from optimizer import model_config
 from peers_cpu import processor, versions
 
 import horizon_lm
-from horizon_lm.config import plan_config
+from horizon_lm.common.resources import resident_bytes
 from horizon_lm.device.cpu import CpuDevice
-from horizon_lm.planning.admission.inputs import open_source
-from horizon_lm.planning.admission.run_plan import plan_run
-from horizon_lm.planning.admission.this_machine import other_machine
 from horizon_lm.planning.arithmetic.catalog import find_profile
 from horizon_lm.planning.arithmetic.request import Saves
-from horizon_lm.resources import resident_bytes
+from horizon_lm.runs.admission.inputs import open_source
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.admission.this_machine import other_machine
+from horizon_lm.runs.config import plan_config
 from horizon_lm.schedule.ops import UPDATES, Kind
 from horizon_lm.schedule.trace import Trace
 

@@ -7,13 +7,13 @@ import argparse
 from datetime import date
 from pathlib import Path
 
-from horizon_lm.config import plan_config
-from horizon_lm.planning.admission.inputs import open_source
-from horizon_lm.planning.admission.run_plan import plan_run
-from horizon_lm.planning.admission.this_machine import other_machine
+from horizon_lm.common.quantities import format_bytes, parse_bytes
 from horizon_lm.planning.arithmetic.catalog import find_profile
 from horizon_lm.planning.arithmetic.plan import Plan
-from horizon_lm.quantities import format_bytes, parse_bytes
+from horizon_lm.runs.admission.inputs import open_source
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.admission.this_machine import other_machine
+from horizon_lm.runs.config import plan_config
 
 ATTENTION = r".*attn\.\w*proj\w*"
 MODELS = {  # settings of each model, and the host memory for it

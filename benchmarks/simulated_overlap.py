@@ -13,14 +13,14 @@ from pathlib import Path
 
 from simulated_models import source_of
 
-from horizon_lm.config import plan_config
-from horizon_lm.planning.admission.inputs import RowShape
-from horizon_lm.planning.admission.run_plan import plan_run
-from horizon_lm.planning.admission.this_machine import other_machine
 from horizon_lm.planning.arithmetic.catalog import find_profile
 from horizon_lm.planning.arithmetic.step import Step
 from horizon_lm.planning.arithmetic.step_cost import StepCost, rates, update_bytes
 from horizon_lm.planning.arithmetic.step_time import StepTime
+from horizon_lm.runs.admission.inputs import RowShape
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.admission.this_machine import other_machine
+from horizon_lm.runs.config import plan_config
 from horizon_lm.schedule.ops import UPDATES
 from horizon_lm.schedule.simulate import step_seconds
 

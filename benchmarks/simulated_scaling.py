@@ -11,18 +11,18 @@ from functools import cache
 from pathlib import Path
 
 from horizon_lm.cli.largest_models import MODES
-from horizon_lm.config import plan_config
-from horizon_lm.config.load import parse_overrides
-from horizon_lm.layout.ranks import Shard
+from horizon_lm.common.quantities import counted, format_bytes
+from horizon_lm.memory.layout.ranks import Shard
 from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.admission.inputs import RowShape, Source
-from horizon_lm.planning.admission.run_plan import plan_run
-from horizon_lm.planning.admission.this_machine import other_machine
 from horizon_lm.planning.arithmetic.catalog import find_profile
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.step_cost import StepCost, rates
-from horizon_lm.quantities import counted, format_bytes
+from horizon_lm.runs.admission.inputs import RowShape, Source
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.admission.this_machine import other_machine
+from horizon_lm.runs.config import plan_config
+from horizon_lm.runs.config.load import parse_overrides
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.schedule.simulate import step_seconds, without
 

@@ -10,19 +10,19 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import plan_config
-from horizon_lm.planning.admission.inputs import open_source
-from horizon_lm.planning.admission.run_plan import plan_run
-from horizon_lm.planning.admission.this_machine import other_machine
+from horizon_lm.common.quantities import parse_bytes
+from horizon_lm.common.units import Unit
 from horizon_lm.planning.arithmetic.catalog import find_profile
 from horizon_lm.planning.arithmetic.step import Step
 from horizon_lm.planning.arithmetic.step_cost import StepCost, rates
-from horizon_lm.quantities import parse_bytes
+from horizon_lm.runs.admission.inputs import open_source
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.admission.this_machine import other_machine
+from horizon_lm.runs.config import plan_config
 from horizon_lm.schedule.ops import UPDATES, Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.simulate import Cost, step_seconds, without
 from horizon_lm.schedule.tiles import TileSlots
 from horizon_lm.schedule.waits import derive_waits
-from horizon_lm.units import Unit
 
 LENGTH = 4096
 IN_BACKWARD = {"update_in_backward": True, "max_grad_norm": 0}

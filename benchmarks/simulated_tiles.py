@@ -10,13 +10,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import plan_config
-from horizon_lm.planning.admission.inputs import open_source
-from horizon_lm.planning.admission.run_plan import plan_run
-from horizon_lm.planning.admission.this_machine import other_machine
+from horizon_lm.common.quantities import counted, format_bytes, parse_bytes
 from horizon_lm.planning.arithmetic.catalog import find_profile
 from horizon_lm.planning.arithmetic.plan import Plan
-from horizon_lm.quantities import counted, format_bytes, parse_bytes
+from horizon_lm.runs.admission.inputs import open_source
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.admission.this_machine import other_machine
+from horizon_lm.runs.config import plan_config
 
 LORA = {"use_peft": True, "lora_target_modules": r".*attn\.\w*proj\w*"}
 FULL = {"moments": "bfloat16"}

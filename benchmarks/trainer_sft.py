@@ -36,7 +36,7 @@ def train(model: str, data: Path, system: dict[str, Any]) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
     import horizon_lm
-    from horizon_lm.resources import resident_bytes
+    from horizon_lm.common.resources import resident_bytes
 
     before = resident_bytes()
     if system["streamed"]:

@@ -32,15 +32,15 @@ from rich.table import Table
 import horizon_lm
 from horizon_lm.cli.plan_arguments import Size, read_arguments
 from horizon_lm.cli.planned_run import plan_one
-from horizon_lm.config import RunConfig
-from horizon_lm.config.load import read_run_config
+from horizon_lm.common.quantities import format_bytes, format_seconds
+from horizon_lm.common.units import HEAD
 from horizon_lm.errors import HorizonError, InterruptedRunError
 from horizon_lm.model import gguf_weights
-from horizon_lm.quantities import format_bytes, format_seconds
-from horizon_lm.training.run import RunResult
-from horizon_lm.training.setup import choose_device
-from horizon_lm.training.train import train
-from horizon_lm.units import HEAD
+from horizon_lm.runs.config import RunConfig
+from horizon_lm.runs.config.load import read_run_config
+from horizon_lm.runs.training.run import RunResult
+from horizon_lm.runs.training.setup import choose_device
+from horizon_lm.runs.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_FILE = Path("examples/sft.yaml")

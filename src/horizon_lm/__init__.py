@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from horizon_lm import errors
+from horizon_lm.common.optimizers import OPTIMIZERS
 from horizon_lm.errors import (
     CheckpointWarning,
     ConfigError,
@@ -36,13 +37,8 @@ from horizon_lm.errors import (
     TokenError,
     UnprovenModelWarning,
 )
-from horizon_lm.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
-    from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-    from horizon_lm.checkpoints.export import export_checkpoint
-    from horizon_lm.checkpoints.merge import merge_adapter
-    from horizon_lm.config import DatasetConfig, DpoConfig, PretrainConfig, RunConfig, SftConfig
     from horizon_lm.engine.calls.token_logprobs import token_logprobs
     from horizon_lm.engine.opening.loading import from_config, from_pretrained, stream
     from horizon_lm.engine.opening.streamed_model import named_weights, stats, synchronize
@@ -52,31 +48,35 @@ if TYPE_CHECKING:
     from horizon_lm.optim.adamw import AdamW
     from horizon_lm.optim.lion import Lion
     from horizon_lm.optim.muon import Muon
-    from horizon_lm.training.train import train
+    from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+    from horizon_lm.runs.checkpoints.export import export_checkpoint
+    from horizon_lm.runs.config import DatasetConfig, DpoConfig, PretrainConfig, RunConfig, SftConfig
+    from horizon_lm.runs.training.train import train
+    from horizon_lm.tools.merge import merge_adapter
 
 __version__ = "0.1.0"
 
 _HOME = {
     **{each.name: each.module for each in OPTIMIZERS.values()},
-    "DatasetConfig": "horizon_lm.config",
-    "DpoConfig": "horizon_lm.config",
-    "PretrainConfig": "horizon_lm.config",
-    "RunConfig": "horizon_lm.config",
-    "SftConfig": "horizon_lm.config",
-    "export_checkpoint": "horizon_lm.checkpoints.export",
-    "merge_adapter": "horizon_lm.checkpoints.merge",
+    "DatasetConfig": "horizon_lm.runs.config",
+    "DpoConfig": "horizon_lm.runs.config",
+    "PretrainConfig": "horizon_lm.runs.config",
+    "RunConfig": "horizon_lm.runs.config",
+    "SftConfig": "horizon_lm.runs.config",
+    "export_checkpoint": "horizon_lm.runs.checkpoints.export",
+    "merge_adapter": "horizon_lm.tools.merge",
     "from_config": "horizon_lm.engine.opening.loading",
     "from_pretrained": "horizon_lm.engine.opening.loading",
-    "load_checkpoint": "horizon_lm.checkpoints.checkpoint",
+    "load_checkpoint": "horizon_lm.runs.checkpoints.checkpoint",
     "named_weights": "horizon_lm.engine.opening.streamed_model",
     "plan": "horizon_lm.integrations.trainer_plan",
     "run_together": "horizon_lm.engine.passes.lockstep",
-    "save_checkpoint": "horizon_lm.checkpoints.checkpoint",
+    "save_checkpoint": "horizon_lm.runs.checkpoints.checkpoint",
     "stats": "horizon_lm.engine.opening.streamed_model",
     "stream": "horizon_lm.engine.opening.loading",
     "synchronize": "horizon_lm.engine.opening.streamed_model",
     "token_logprobs": "horizon_lm.engine.calls.token_logprobs",
-    "train": "horizon_lm.training.train",
+    "train": "horizon_lm.runs.training.train",
     "trainer": "horizon_lm.integrations.trainer",
 }
 __all__ = [

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import horizon_lm
-from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
-from horizon_lm.store.checkpoint_loader import parameter_names
-from horizon_lm.store.conversion import find_conversion
+from horizon_lm.model.files.checkpoint_loader import parameter_names
+from horizon_lm.model.files.conversion import find_conversion
+from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from tests.census.comparison import TOLERANCE, Outcome, relative
 from tests.census.shrink import of_width
 from tests.census.subject import PlainFailsError, Subject, describe

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.checkpoints.new_folder import write_new_folder
-from horizon_lm.disk import Disk, replace, restore_folder, write_file
+from horizon_lm.common.disk import Disk, replace, restore_folder, write_file
 from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.runs.checkpoints.new_folder import write_new_folder
 
 
 class NoExchange(Disk):

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from horizon_lm.checkpoints import gguf_export
 from horizon_lm.errors import ConfigError
-from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.model.files.checkpoint_reader import Checkpoint
+from horizon_lm.tools.gguf import export as gguf_export
 from tests.e2e.command import run
 from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, PADDED, YARN, metadata, save, tensors
 

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, masking_utils
 
-from horizon_lm.checkpoints import gguf_export, gguf_reading
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.model.files.checkpoint_reader import Checkpoint
 from horizon_lm.model.gguf_architectures import ARCHITECTURES
 from horizon_lm.model.gguf_weights import load_gguf
-from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.tools.gguf import export as gguf_export
+from horizon_lm.tools.gguf import reading as gguf_reading
 from tests.e2e.command import run
 from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, PADDED, TEXT, YARN, add_to_config, save
 from tests.support.thinned_cases import covering

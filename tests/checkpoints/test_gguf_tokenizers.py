@@ -12,9 +12,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import generate_merges
 
-from horizon_lm.checkpoints import gguf_export, gguf_tokenizer
-from horizon_lm.data import gguf_splits
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.runs.data import gguf_splits
+from horizon_lm.tools.gguf import export as gguf_export
+from horizon_lm.tools.gguf import tokenizer as gguf_tokenizer
 from tests.e2e import tiny
 from tests.support.gguf_files import GEMMA, PADDED, TEXT, metadata, save
 

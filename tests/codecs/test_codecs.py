@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.bnb4bit import Bnb4Bit
-from horizon_lm.codecs.fp8 import Fp8
-from horizon_lm.codecs.int4 import Int4
-from horizon_lm.codecs.mxfp4 import Mxfp4
-from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.memory.codecs.bnb4bit import Bnb4Bit
+from horizon_lm.memory.codecs.fp8 import Fp8
+from horizon_lm.memory.codecs.int4 import Int4
+from horizon_lm.memory.codecs.mxfp4 import Mxfp4
+from horizon_lm.memory.codecs.stack import Stack
 from tests.support.int4_folders import decoded
 from tests.support.quantized_tensors import CASES, DTYPES, drawn, packed, packed_case
 
@@ -105,7 +105,7 @@ def test_damaged_components_are_rejected() -> None:
 @pytest.mark.parametrize("name", ["nf4", "nf4 nested", "fp4"])
 def test_quantizing_in_pieces_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, whole = packed_case(name)
-    monkeypatch.setattr("horizon_lm.codecs.bnb4bit._AT_ONCE", 300)
+    monkeypatch.setattr("horizon_lm.memory.codecs.bnb4bit._AT_ONCE", 300)
     assert torch.equal(packed_case(name)[2], whole)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from horizon_lm.config import SCHEMAS
-from horizon_lm.config.load import parse_overrides, read_run_config, split_arguments
-from horizon_lm.config.text import describe_settings, page, to_yaml
-from horizon_lm.config.translate.tables import remedies
+from horizon_lm.common.optimizers import by_other_name
 from horizon_lm.errors import ConfigError, DataError
-from horizon_lm.optimizers import by_other_name
+from horizon_lm.runs.config import SCHEMAS
+from horizon_lm.runs.config.foreign.tables import remedies
+from horizon_lm.runs.config.load import parse_overrides, read_run_config, split_arguments
+from horizon_lm.runs.config.text import describe_settings, page, to_yaml
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sft.yaml"
 

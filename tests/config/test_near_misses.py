@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from horizon_lm.common.near_misses import closest_machines, closest_model, closest_path, closest_setting
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.known_models import known_models
-from horizon_lm.near_misses import closest_machines, closest_model, closest_path, closest_setting
 from horizon_lm.planning.arithmetic.catalog import find_profile, published
 
 SETTINGS = (

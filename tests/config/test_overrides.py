@@ -2,8 +2,8 @@
 
 import pytest
 
-from horizon_lm.config.load import parse_overrides, split_arguments
 from horizon_lm.errors import ConfigError
+from horizon_lm.runs.config.load import parse_overrides, split_arguments
 
 
 @pytest.mark.parametrize(

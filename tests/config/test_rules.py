@@ -7,15 +7,15 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field, ValidationError
 
-from horizon_lm.checkpoints.manifest import Manifest
-from horizon_lm.config import SCHEMAS, DatasetConfig, RunConfig, plan_config
-from horizon_lm.config.adapters import AdapterSettings
-from horizon_lm.config.load import as_config
-from horizon_lm.config.rules import Needs, NeedsEvenByDefault, OnResume, PerMachine, Reading, UnusedError
-from horizon_lm.config.run import settings_with
-from horizon_lm.config.types import Settings
 from horizon_lm.errors import ConfigError
-from horizon_lm.training.resume import ResumePoint, apply_settings, choice_warnings, settings_of
+from horizon_lm.runs.checkpoints.manifest import Manifest
+from horizon_lm.runs.config import SCHEMAS, DatasetConfig, RunConfig, plan_config
+from horizon_lm.runs.config.adapters import AdapterSettings
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.config.rules import Needs, NeedsEvenByDefault, OnResume, PerMachine, Reading, UnusedError
+from horizon_lm.runs.config.run import settings_with
+from horizon_lm.runs.config.types import Settings
+from horizon_lm.runs.training.resume import ResumePoint, apply_settings, choice_warnings, settings_of
 
 EXPECTED: dict[OnResume | None, set[str]] = {
     OnResume.FREE: {"output_dir", "datasets", "save_steps", "resident_blocks", "eval_packing", "precompute_ref_batch_size"},

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from horizon_lm.config import RunConfig
-from horizon_lm.config.load import read_run_config
 from horizon_lm.errors import ConfigError
+from horizon_lm.runs.config import RunConfig
+from horizon_lm.runs.config.load import read_run_config
 
 
 @pytest.fixture(autouse=True)

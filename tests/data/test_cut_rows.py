@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.config.run import SCHEMAS
-from horizon_lm.data.checks import check_rows
-from horizon_lm.data.loader import batch_from
-from horizon_lm.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.errors import ConfigError, DataError
-from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.runs.config.run import SCHEMAS
+from horizon_lm.runs.data.checks import check_rows
+from horizon_lm.runs.data.loader import batch_from
+from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
+from horizon_lm.runs.training.rows import RunData, load_data
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.support.prepared_rows import load, messages, write
 

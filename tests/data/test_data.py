@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import AddedToken
 
-from horizon_lm.config import DatasetConfig
-from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.data import preprocess
-from horizon_lm.data.answer_spans import locate_answers
-from horizon_lm.data.chat_template import ChatRenderer
-from horizon_lm.data.checks import check_overlap, check_rows
-from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
-from horizon_lm.data.findings import Finding, describe, reject_errors
-from horizon_lm.data.formats import FORMATS, find_format, rename_fields
-from horizon_lm.data.loader import Sampler, batch_from, collate
-from horizon_lm.data.places import ExampleCounts
-from horizon_lm.data.preprocess import PreprocessConfig, prepare
-from horizon_lm.data.sources import _JsonListReader, open_source, read_rows
-from horizon_lm.data.token_dataset import Row, TokenTable
-from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag, Tokens
+from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.errors import ConfigError, DataError
+from horizon_lm.runs.config import DatasetConfig
+from horizon_lm.runs.data import preprocess
+from horizon_lm.runs.data.answer_spans import locate_answers
+from horizon_lm.runs.data.chat_template import ChatRenderer
+from horizon_lm.runs.data.checks import check_overlap, check_rows
+from horizon_lm.runs.data.conversations import Completion, Conversation, Preference, RowError, Text
+from horizon_lm.runs.data.findings import Finding, describe, reject_errors
+from horizon_lm.runs.data.formats import FORMATS, find_format, rename_fields
+from horizon_lm.runs.data.loader import Sampler, batch_from, collate
+from horizon_lm.runs.data.places import ExampleCounts
+from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
+from horizon_lm.runs.data.sources import _JsonListReader, open_source, read_rows
+from horizon_lm.runs.data.token_dataset import Row, TokenTable
+from horizon_lm.runs.data.tokenize import ExampleTokenizer, RowFlag, Tokens
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.support.prepared_rows import ANSWER, USER, conversation, messages, prepared, trained_text, write
 
@@ -265,12 +265,12 @@ def test_json_list_is_read_in_chunks(tmp_path_factory: pytest.TempPathFactory, r
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     for num_chars in (1, 7, 1000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("horizon_lm.data.sources._CHUNK_CHARS", num_chars)
+            patch.setattr("horizon_lm.runs.data.sources._CHUNK_CHARS", num_chars)
             assert [row for _, row in read_rows(str(path))] == rows
 
 
 def test_a_missing_comma_is_found_without_reading_the_rest_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horizon_lm.data.sources._CHUNK_CHARS", 64)
+    monkeypatch.setattr("horizon_lm.runs.data.sources._CHUNK_CHARS", 64)
     stream = io.StringIO('[{"a": 1}{"b": 2}' + ', {"c": 3}' * 1000 + "]")
     reader = _JsonListReader("rows.json", stream)
     reader.skip("[")
@@ -1362,7 +1362,7 @@ def test_parquet_without_rows(tmp_path: Path) -> None:
 
 
 def test_folders_that_cannot_hold_rows_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horizon_lm.data.local_files._MAX_FILES", 3)
+    monkeypatch.setattr("horizon_lm.runs.data.local_files._MAX_FILES", 3)
     for number in range(4):
         write(tmp_path, [{"text": "a"}], f"{number}.jsonl")
     with pytest.raises(DataError, match="has more than 3 files; name the folder of the rows"):

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.config import DatasetConfig
-from horizon_lm.data.preprocess import PreprocessConfig, prepare
+from horizon_lm.runs.config import DatasetConfig
+from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
 from tests.e2e import tiny
 from tests.support.prepared_rows import write
 

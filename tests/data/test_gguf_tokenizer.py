@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from horizon_lm.data.gguf_splits import GPT2, SPLIT_BY_PRE, SPLITS
-from horizon_lm.data.gguf_tokenizer import splitter
-from horizon_lm.data.tokenizer_opening import open_tokenizer
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.gguf_weights import load_gguf
+from horizon_lm.runs.data.gguf_splits import GPT2, SPLIT_BY_PRE, SPLITS
+from horizon_lm.runs.data.gguf_tokenizer import splitter
+from horizon_lm.runs.data.tokenizer_opening import open_tokenizer
 from tests.e2e import tiny
 from tests.support.gguf_files import TEXT, change, metadata, save
 
@@ -26,7 +26,7 @@ SPACE, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = "\u2581", 1, 2, 3, 4, 6
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return a file with a tokenizer of byte-level BPE."""
-    from horizon_lm.checkpoints.gguf_export import export_gguf
+    from horizon_lm.tools.gguf.export import export_gguf
 
     folder = tmp_path_factory.mktemp("exported")
     export_gguf(save(folder / "model", "llama"), folder / "out")

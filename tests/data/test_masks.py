@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from horizon_lm.data.chat_template import ChatRenderer
-from horizon_lm.data.checks import check_rows
-from horizon_lm.data.conversations import Completion, Conversation, RowError
-from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag
+from horizon_lm.runs.data.chat_template import ChatRenderer
+from horizon_lm.runs.data.checks import check_rows
+from horizon_lm.runs.data.conversations import Completion, Conversation, RowError
+from horizon_lm.runs.data.tokenize import ExampleTokenizer, RowFlag
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.support.prepared_rows import ANSWER, USER, conversation, messages, prepared, trained_text, write
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import trl
 
-from horizon_lm.data.chat_template import read_template
-from horizon_lm.data.template_syntax import EXTENSIONS
 from horizon_lm.errors import ConfigError, DataError
+from horizon_lm.runs.data.chat_template import read_template
+from horizon_lm.runs.data.template_syntax import EXTENSIONS
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS
 from tests.support.prepared_rows import load, messages
 

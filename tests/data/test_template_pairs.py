@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horizon_lm.data.answer_spans import locate_answers
-from horizon_lm.data.chat_template import ChatRenderer
-from horizon_lm.data.conversations import Conversation, RowError
-from horizon_lm.data.template_coverage import render_checked
+from horizon_lm.runs.data.answer_spans import locate_answers
+from horizon_lm.runs.data.chat_template import ChatRenderer
+from horizon_lm.runs.data.conversations import Conversation, RowError
+from horizon_lm.runs.data.template_coverage import render_checked
 from tests.support import template_masks
 from tests.support.template_masks import (
     CONVERSATIONS,

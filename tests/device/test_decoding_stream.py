@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.device import cuda_link
 from horizon_lm.device.cuda_link import CudaLink
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.memory.codecs.mxfp4 import Mxfp4
 from tests.support.queued_streams import Order, Streams, beside_first, lose_waits, own_first, replace_cuda, shuffled
 
 SHAPE = torch.Size((6, 64, 32))  # six matrices, one a part

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.common.resources import usable_cores
+from horizon_lm.common.units import block
 from horizon_lm.device import host_threads
 from horizon_lm.device.base import Task
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.host_threads import HostPool
-from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
-from horizon_lm.units import block
 
 
 @dataclass

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
-from horizon_lm.checkpoints.checkpoint import save_checkpoint
-from horizon_lm.checkpoints.manifest import read_manifest, verify, verify_copies
-from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DoesNotFitError, InterruptedRunError
-from horizon_lm.training import last_resort
-from horizon_lm.training.last_resort import LastResort
-from horizon_lm.training.ranks import Ranks
-from horizon_lm.training.run_checkpoints import RunCheckpoints
-from horizon_lm.training.run_dir import RunDir
+from horizon_lm.runs.checkpoints.checkpoint import save_checkpoint
+from horizon_lm.runs.checkpoints.manifest import read_manifest, verify, verify_copies
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.training import last_resort
+from horizon_lm.runs.training.last_resort import LastResort
+from horizon_lm.runs.training.ranks import Ranks
+from horizon_lm.runs.training.run_checkpoints import RunCheckpoints
+from horizon_lm.runs.training.run_dir import RunDir
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, build, train, whole
 from tests.support.failing_disk import FailingDisk

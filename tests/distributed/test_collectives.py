@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from horizon_lm.distributed.collectives import Group, Reduce
 from horizon_lm.distributed.mesh import ProcessMesh
-from horizon_lm.layout.ranks import Shard
+from horizon_lm.memory.layout.ranks import Shard
 from tests.distributed.pool import Pool
 from tests.support.thinned_cases import thinned
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from horizon_lm.common.resources import limit_cores, usable_cores
 from horizon_lm.distributed.cores import cores_near, keep_near, share_of
-from horizon_lm.resources import limit_cores, usable_cores
 
 ALL, LOW, HIGH = set(range(16)), set(range(8)), set(range(8, 16))
 

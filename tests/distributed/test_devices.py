@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch.distributed.device_mesh import init_device_mesh
 
+from horizon_lm.common.resources import limit_cores
 from horizon_lm.device.base import Task
 from horizon_lm.distributed import collectives, mesh
-from horizon_lm.resources import limit_cores
 from horizon_lm.schedule.ops import Stream
 from tests.distributed.pool import TIMEOUT, Pool
 from tests.distributed.training import Outcome, Training, alone, assert_same, batches_of, build, run, train

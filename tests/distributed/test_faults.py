@@ -20,13 +20,13 @@ from tests.support import tiny_models
 SECONDS = 30.0  # until the other ranks have ended
 SETUP = """
 import os, signal, time
-from horizon_lm.checkpoints.saving import CheckpointWriter
+from horizon_lm.runs.checkpoints.saving import CheckpointWriter
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.engine.units.tiled_backward import TiledBackward
 from horizon_lm.optim.update_tasks import Pieces
-from horizon_lm.training.loop import Loop
+from horizon_lm.runs.training.loop import Loop
 
 PLACES = {
     "forward": (Blocks, "forward"), "backward": (BlockAutograd, "backward"), "update": (Pieces, "run"),

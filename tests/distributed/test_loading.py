@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import horizon_lm
 from horizon_lm.distributed import same_files
 from horizon_lm.errors import ConfigError
-from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.model.files.checkpoint_reader import Checkpoint
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, whole
 from tests.support import tiny_models

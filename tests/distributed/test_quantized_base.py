@@ -12,14 +12,14 @@ pytest.importorskip("peft", reason="needs the whole installation")
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
+from horizon_lm.common.units import block
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import hf_config
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.files.quantized_checkpoint import Quantized
 from horizon_lm.model.quantization import four_bits, take_quantization
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.measure.model_outline import outline_model
-from horizon_lm.store.quantized_checkpoint import Quantized
-from horizon_lm.units import block
 from tests.distributed.measured_bytes import Bytes, measure
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, assert_same, train, whole

@@ -8,12 +8,12 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
-from horizon_lm.config import DpoConfig
-from horizon_lm.data.preprocess import prepare
-from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.objective import reference
-from horizon_lm.objective.reference import ReferenceCache
-from horizon_lm.training.rows import preprocess_config
+from horizon_lm.runs.config import DpoConfig
+from horizon_lm.runs.data.preprocess import prepare
+from horizon_lm.runs.data.token_dataset import TokenTable
+from horizon_lm.runs.objective import reference
+from horizon_lm.runs.objective.reference import ReferenceCache
+from horizon_lm.runs.training.rows import preprocess_config
 from tests.distributed.pool import Pool
 from tests.e2e import tiny
 

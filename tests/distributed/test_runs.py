@@ -16,13 +16,13 @@ import yaml
 from transformers import TrainerCallback
 
 import horizon_lm
-from horizon_lm.data import preprocess
-from horizon_lm.data.loader import deal
 from horizon_lm.distributed.mesh import ProcessMesh
 from horizon_lm.errors import InterruptedRunError, NonFiniteError
-from horizon_lm.planning.admission.this_machine import agree_on_machine
 from horizon_lm.planning.arithmetic.request import Limit, Machine
-from horizon_lm.training import resume
+from horizon_lm.runs.admission.this_machine import agree_on_machine
+from horizon_lm.runs.data import preprocess
+from horizon_lm.runs.data.loader import deal
+from horizon_lm.runs.training import resume
 from tests.distributed.pool import Pool
 from tests.distributed.runs import assert_same, environment_of, free_port, outputs_of
 from tests.e2e import resuming, tiny

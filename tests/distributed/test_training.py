@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
-from horizon_lm.constants import PAGE
+from horizon_lm.common.constants import PAGE
+from horizon_lm.common.optimizers import OPTIMIZERS
+from horizon_lm.common.units import block
 from horizon_lm.distributed.collectives import Group
 from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.engine.units.tiled_backward import TiledBackward
@@ -27,8 +29,6 @@ from horizon_lm.errors import (
     StreamingError,
     SummedLossWarning,
 )
-from horizon_lm.optimizers import OPTIMIZERS
-from horizon_lm.units import block
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, assert_same, batches_of, build, run, train
 from tests.support import tiny_models

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.report import loss_png
+from horizon_lm.runs.training import loss_png
 from tests.e2e import resuming, tiny
 from tests.e2e.resuming import Runs
 

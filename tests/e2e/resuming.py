@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.checkpoints.random_state import random_state
 from horizon_lm.errors import InterruptedRunError
-from horizon_lm.report import loss_png
-from horizon_lm.training.loop import Loop
-from horizon_lm.training.run_state import FORMAT
+from horizon_lm.runs.checkpoints.random_state import random_state
+from horizon_lm.runs.training import loss_png
+from horizon_lm.runs.training.loop import Loop
+from horizon_lm.runs.training.run_state import FORMAT
 from tests.e2e import tiny
 
 TIMED = {

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, get_scheduler, set_seed
 
 import horizon_lm
-from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError
-from horizon_lm.training.early_mistakes import mistakes_in_run
-from horizon_lm.training.seeds import seed_step
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.training.early_mistakes import mistakes_in_run
+from horizon_lm.runs.training.seeds import seed_step
 from tests.e2e import resuming, tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs, assert_resumes
@@ -386,6 +386,6 @@ def test_a_target_may_be_one_name(base: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", REJECTED)
 def test_bad_settings(base: dict[str, Any], tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, message = REJECTED[case]
-    monkeypatch.setattr("horizon_lm.training.setup.load_model", lambda *args: pytest.fail("the weights were read"))
+    monkeypatch.setattr("horizon_lm.runs.training.setup.load_model", lambda *args: pytest.fail("the weights were read"))
     with pytest.raises(ConfigError, match=message):
         horizon_lm.train({**base, **changes, "output_dir": str(tmp_path / "run")}, print_fn=lambda _: None)

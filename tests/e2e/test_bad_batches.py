@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from horizon_lm.errors import NonFiniteError
-from horizon_lm.store import checkpoint_loader
-from horizon_lm.training.bad_rows import search
-from horizon_lm.training.train import train
+from horizon_lm.model.files import checkpoint_loader
+from horizon_lm.runs.training.bad_rows import search
+from horizon_lm.runs.training.train import train
 from tests.e2e import tiny
 
 ESCAPES = "Z\x1b]0;title\x07\x7f"  # a token whose embedding is poisoned, and what a terminal would obey
@@ -80,7 +80,7 @@ def test_a_loss_names_its_unit_row_and_micro_batch(poisoned: Path, tmp_path: Pat
 def test_a_gradient_names_its_row(tmp_path: Path, model: Path, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is finite: a hook breaks the gradient of the first block for rows with the token Z."""
     token = tiny.build_tokenizer()("Z")["input_ids"][0]
-    from horizon_lm.training import setup
+    from horizon_lm.runs.training import setup
 
     load = setup.load_model
 
@@ -106,7 +106,7 @@ def test_a_gradient_names_its_row(tmp_path: Path, model: Path, objective: str, m
         streamed.model.layers[0].register_forward_hook(broken)
         return streamed
 
-    monkeypatch.setattr("horizon_lm.training.setup.load_model", load_with_hook)
+    monkeypatch.setattr("horizon_lm.runs.training.setup.load_model", load_with_hook)
     rows: list[Any] = poisoned_rows(5, 1, 3)
     if objective == "dpo":
         rows = [{"prompt": r["instruction"], "chosen": r["output"], "rejected": "no"} for r in rows]
@@ -129,7 +129,7 @@ def test_a_search_leaves_nothing_behind(poisoned: Path, tmp_path: Path) -> None:
     for name, most in (("searched", 10), ("not", 0)):
         (tmp_path / name).mkdir()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("horizon_lm.training.non_finite._MOST_SEARCHES", most)
+            patch.setattr("horizon_lm.runs.training.non_finite._MOST_SEARCHES", most)
             result, _ = run(poisoned, tmp_path / name, rows, **settings)
         assert result.num_skipped
         results.append((result.model_dir / "model.safetensors").read_bytes())
@@ -139,7 +139,7 @@ def test_a_search_leaves_nothing_behind(poisoned: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_is_bounded(poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horizon_lm.training.non_finite._MOST_TOKENS", 40)
+    monkeypatch.setattr("horizon_lm.runs.training.non_finite._MOST_TOKENS", 40)
     with pytest.raises(NonFiniteError):
         run(poisoned, tmp_path, poisoned_rows(6, 2))
     file = saved(tmp_path)
@@ -150,7 +150,7 @@ def test_a_file_is_bounded(poisoned: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_is_bounded(poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horizon_lm.training.non_finite._MOST_FILES", 1)
+    monkeypatch.setattr("horizon_lm.runs.training.non_finite._MOST_FILES", 1)
     settings = {"non_finite": "skip", "max_consecutive_skips": None, "max_steps": 3}
     run(poisoned, tmp_path, poisoned_rows(3, 1), **settings)
     assert len(list((tmp_path / "run" / "bad-batches").iterdir())) == 1

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import horizon_lm
 from horizon_lm.errors import CheckpointWarning, ConfigError
-from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.model.files.checkpoint_reader import Checkpoint
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support import tiny_models

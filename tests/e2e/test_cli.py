@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import horizon_lm
 from horizon_lm import cli
 from horizon_lm.cli import generate
+from horizon_lm.common.quantities import format_bytes
+from horizon_lm.model.files import checkpoint_loader
 from horizon_lm.planning.arithmetic.catalog import published
-from horizon_lm.quantities import format_bytes
-from horizon_lm.store import checkpoint_loader
-from horizon_lm.training import busy_cores
+from horizon_lm.runs.training import busy_cores
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -458,7 +458,7 @@ def test_the_model_is_an_option_as_in_plan(
     command: str, tmp_path: Path, model: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_file.write_text(run_file.read_text().replace(str(model), "nowhere/else"))
-    monkeypatch.setattr("horizon_lm.training.train.train", lambda config: print(config.model_name_or_path))
+    monkeypatch.setattr("horizon_lm.runs.training.train.train", lambda config: print(config.model_name_or_path))
     result = run(command, run_file, "--model", model)
     assert (result.exit_code, str(model) in result.stdout or command == "inspect") == (0, True), result.stderr
     twice = run(command, run_file, "--model", model, "--model_name_or_path", model)

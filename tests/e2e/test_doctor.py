@@ -13,13 +13,13 @@ import pytest
 
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.cuda import CudaDevice
-from horizon_lm.doctor import host_benchmarks, machine
-from horizon_lm.doctor.host_benchmarks import disk_rates, host_bandwidth, update_time
-from horizon_lm.doctor.machine import describe_machine
-from horizon_lm.doctor.profile import measure_machine
-from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.arithmetic.catalog import read_profile
+from horizon_lm.tools.doctor import host_benchmarks, machine
+from horizon_lm.tools.doctor.host_benchmarks import disk_rates, host_bandwidth, update_time
+from horizon_lm.tools.doctor.machine import describe_machine
+from horizon_lm.tools.doctor.profile import measure_machine
+from horizon_lm.tools.doctor.timing import Rounds
 from tests.e2e.command import run
 from tests.support.emulated_gpu import emulated_gpu
 

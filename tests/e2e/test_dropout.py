@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, get_scheduler, set_seed
 
 import horizon_lm
-from horizon_lm.config import DatasetConfig
-from horizon_lm.data.loader import Sampler, collate
-from horizon_lm.data.preprocess import PreprocessConfig, prepare
-from horizon_lm.objective.base import evaluation_mode
-from horizon_lm.training.train import train
+from horizon_lm.runs.config import DatasetConfig
+from horizon_lm.runs.data.loader import Sampler, collate
+from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
+from horizon_lm.runs.objective.base import evaluation_mode
+from horizon_lm.runs.training.train import train
 from tests.e2e import tiny
 from tests.support import tiny_models
 
@@ -85,7 +85,7 @@ def test_cached_reference_changes_nothing(dropout_model: Path, tmp_path: Path, m
 
 
 def test_one_micro_batch_equals_hugging_face_with_step_seeds(dropout_model: Path, tmp_path: Path) -> None:
-    from horizon_lm.training.seeds import step_seed
+    from horizon_lm.runs.training.seeds import step_seed
 
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
     settings = {"device_micro_batch_size": 4, "head": "whole", "max_grad_norm": 0.0, "seed": 7}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.config import DatasetConfig
-from horizon_lm.config.text import RUN_CONFIG_HEADER
-from horizon_lm.data.first_rows import check_first_rows
 from horizon_lm.errors import DataError
+from horizon_lm.runs.config import DatasetConfig
+from horizon_lm.runs.config.text import RUN_CONFIG_HEADER
+from horizon_lm.runs.data.first_rows import check_first_rows
 from tests.e2e import tiny
 
 PROGRAM = """

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import horizon_lm
-from horizon_lm.checkpoints import gguf_export
-from horizon_lm.training import samples
+from horizon_lm.runs.training import samples
+from horizon_lm.tools.gguf import export as gguf_export
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support.gguf_files import metadata

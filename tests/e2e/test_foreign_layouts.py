@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from horizon_lm.config.load import read_run_config
+from horizon_lm.runs.config.load import read_run_config
 from tests.e2e.command import run
 
 _LAYOUTS = YAML(typ="safe", pure=True).load(Path(__file__).parents[1] / "data" / "foreign" / "layouts.yaml")

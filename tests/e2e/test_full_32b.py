@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from horizon_lm import resources
+from horizon_lm.common import resources
 from horizon_lm.model.known_models import find_known
 from tests.e2e import tiny
 from tests.e2e.command import run
@@ -39,7 +39,7 @@ def arguments(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # The interpreter and its libraries are not smaller, so they are left out.
     monkeypatch.setattr(resources, "resident_bytes", lambda *_: 0)
-    monkeypatch.setattr("horizon_lm.planning.admission.this_machine.FIRST_STEPS_BYTES", 0)
+    monkeypatch.setattr("horizon_lm.runs.admission.this_machine.FIRST_STEPS_BYTES", 0)
     known = find_known("Qwen/Qwen2.5-32B")
     assert known is not None
     own = json.loads(run("plan", "--model", model, "--device", "cpu", "--json").stdout)["model"]["parameters"]

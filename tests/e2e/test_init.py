@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.config.load import as_config, read_run_config
-from horizon_lm.config.rules import WITHOUT_ROWS
-from horizon_lm.config.run import SCHEMAS
-from horizon_lm.config.translate import translate_file
 from horizon_lm.errors import ConfigError
+from horizon_lm.runs.config.load import as_config, read_run_config
+from horizon_lm.runs.config.rules import WITHOUT_ROWS
+from horizon_lm.runs.config.run import SCHEMAS
+from horizon_lm.tools.translate import translate_file
 from tests.e2e import tiny
 from tests.e2e.command import run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horizon_lm.run_folders import checkpoints_in
+from horizon_lm.common.run_folders import checkpoints_in
 from tests.e2e import tiny
 from tests.e2e.processes import RunProcess
 from tests.e2e.resuming import untimed

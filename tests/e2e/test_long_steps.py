@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import horizon_lm
+from horizon_lm.common.units import block
 from horizon_lm.engine.streamed import engine_of
+from horizon_lm.runs.training import long_steps, reporter
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.training import long_steps, reporter
-from horizon_lm.units import block
 from tests.e2e import resuming
 
 

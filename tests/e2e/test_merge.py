@@ -133,7 +133,7 @@ PEAK = """
 import sys, threading, time
 from pathlib import Path
 import peft
-from horizon_lm.checkpoints.merge import merge_adapter
+from horizon_lm.tools.merge import merge_adapter
 
 def anonymous():
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler, set_seed
 from transformers.integrations import activate_neftune
 
-from horizon_lm.config import DatasetConfig
-from horizon_lm.data.loader import Sampler, collate
-from horizon_lm.data.preprocess import PreprocessConfig, prepare
-from horizon_lm.training.seeds import step_seed
-from horizon_lm.training.train import train
+from horizon_lm.runs.config import DatasetConfig
+from horizon_lm.runs.data.loader import Sampler, collate
+from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
+from horizon_lm.runs.training.seeds import step_seed
+from horizon_lm.runs.training.train import train
 from tests.e2e import resuming, tiny
 from tests.e2e.resuming import Runs, assert_resumes
 from tests.support.thinned_cases import thinned

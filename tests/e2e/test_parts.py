@@ -13,12 +13,12 @@ from transformers.trainer_callback import ExportableState
 
 import horizon_lm
 from horizon_lm.errors import InterruptedRunError
-from horizon_lm.training.intervals import Control
-from horizon_lm.training.loop import Loop
-from horizon_lm.training.part import Part
-from horizon_lm.training.ranks import Ranks
-from horizon_lm.training.run_state import Value
-from horizon_lm.training.saver import Saver
+from horizon_lm.runs.training.intervals import Control
+from horizon_lm.runs.training.loop import Loop
+from horizon_lm.runs.training.part import Part
+from horizon_lm.runs.training.ranks import Ranks
+from horizon_lm.runs.training.run_state import Value
+from horizon_lm.runs.training.saver import Saver
 from tests.e2e import resuming
 from tests.e2e.resuming import Runs
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm import resources
 from horizon_lm.cli import app, planned_run
+from horizon_lm.common import resources
+from horizon_lm.common.quantities import format_bytes
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.model.known_models import known_models
-from horizon_lm.planning.admission.inputs import Source
 from horizon_lm.planning.arithmetic.catalog import own_profile_path
-from horizon_lm.quantities import format_bytes
-from horizon_lm.report.run_files import load_run, read_plan
-from horizon_lm.report.summary import summarise
+from horizon_lm.runs.admission.inputs import Source
+from horizon_lm.runs.run_files import load_run, read_plan
+from horizon_lm.tools.report.summary import summarise
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support import tiny_models

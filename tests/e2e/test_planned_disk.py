@@ -68,7 +68,7 @@ def test_plan_and_run_agree_on_a_nearly_full_disk(tmp_path: Path, model: Path, m
     needed = sum(planned_items(json.loads(run("plan", path, "--json").stdout)).values())
     answers = {}
     for free in (needed - 1, needed):
-        monkeypatch.setattr("horizon_lm.resources.disk_free", lambda place, free=free: free)
+        monkeypatch.setattr("horizon_lm.common.resources.disk_free", lambda place, free=free: free)
         for command in ("plan", "train"):
             result = run(command, path)
             lacks = re.findall(r"disk.* (\S+ \S+) short", result.stdout + result.stderr)

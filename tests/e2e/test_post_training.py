@@ -15,22 +15,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
 
 import horizon_lm
-from horizon_lm.config.load import as_config
-from horizon_lm.config.run import TRACKERS
-from horizon_lm.data.batch import Batch
 from horizon_lm.errors import ConfigError, NonFiniteError
-from horizon_lm.objective import sft
-from horizon_lm.objective.base import Loss
-from horizon_lm.planning.admission.inputs import RowShape, fetch_source, open_source
-from horizon_lm.planning.admission.run_plan import make_request
-from horizon_lm.training import callbacks as run_callbacks
-from horizon_lm.training import metrics, trackers, train
-from horizon_lm.training.evaluation import Evaluation
-from horizon_lm.training.metrics import StepResult
-from horizon_lm.training.rows import load_data
-from horizon_lm.training.run_dir import RunDir
-from horizon_lm.training.samples import SamplePrompts
-from horizon_lm.training.setup import load_tokenizer
+from horizon_lm.runs.admission.inputs import RowShape, fetch_source, open_source
+from horizon_lm.runs.admission.run_plan import make_request
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.config.run import TRACKERS
+from horizon_lm.runs.data.batch import Batch
+from horizon_lm.runs.objective import sft
+from horizon_lm.runs.objective.base import Loss
+from horizon_lm.runs.training import callbacks as run_callbacks
+from horizon_lm.runs.training import metrics, trackers, train
+from horizon_lm.runs.training.evaluation import Evaluation
+from horizon_lm.runs.training.metrics import StepResult
+from horizon_lm.runs.training.rows import load_data
+from horizon_lm.runs.training.run_dir import RunDir
+from horizon_lm.runs.training.samples import SamplePrompts
+from horizon_lm.runs.training.setup import load_tokenizer
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support import tiny_models
@@ -415,7 +415,7 @@ def test_missing_tracker_is_found_before_the_rows_are_read(
 ) -> None:
     for name in ("setup.load_tokenizer", "train.load_data"):
         monkeypatch.setattr(
-            f"horizon_lm.training.{name}", lambda *args: pytest.fail("work began before the tracker was checked")
+            f"horizon_lm.runs.training.{name}", lambda *args: pytest.fail("work began before the tracker was checked")
         )
     with pytest.raises(ConfigError, match="report_to: comet_ml: its package is not installed"):
         horizon_lm.train({**base, "report_to": "comet_ml"}, **QUIET)
@@ -459,8 +459,8 @@ def test_smoothed_loss_equals_that_of_transformers(tmp_path: Path, model: Path) 
     from transformers import AutoModelForCausalLM
     from transformers.trainer_pt_utils import LabelSmoother
 
-    from horizon_lm.data.batch import Batch
-    from horizon_lm.objective.sft import SmoothedNll
+    from horizon_lm.runs.data.batch import Batch
+    from horizon_lm.runs.objective.sft import SmoothedNll
 
     ids = torch.arange(3, 19).view(2, 8)
     labels = ids.clone()

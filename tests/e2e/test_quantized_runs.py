@@ -39,9 +39,9 @@ def test_a_flipped_bit_of_the_base_is_another_base(runs: Runs, base: dict[str, A
     """A checkpoint has the hash of the codes: one bit of them suffices, and the unit is named."""
     runs.interrupt({**base, "output_dir": str(tmp_path / "run")}, stop_after=3)
     loop = runs.loops[-1]
-    from horizon_lm.checkpoints.frozen_base import hash_base, require_base
-    from horizon_lm.checkpoints.manifest import read_manifest
     from horizon_lm.distributed.mesh import ALONE
+    from horizon_lm.runs.checkpoints.frozen_base import hash_base, require_base
+    from horizon_lm.runs.checkpoints.manifest import read_manifest
 
     store = loop.model.base_model.model._horizon.engine.store
     folder = max((tmp_path / "run").glob("checkpoint-*"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from horizon_lm.report.page import write_report
+from horizon_lm.tools.report.page import write_report
 from tests.report.report_run import write_run
 from tests.support.thinned_cases import thinned
 

@@ -17,14 +17,14 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 import horizon_lm
-from horizon_lm.checkpoints import checkpoint
-from horizon_lm.checkpoints.part_reader import PartReader
-from horizon_lm.checkpoints.unit_file import UnitFile
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.errors import ConfigError, DeviceFaultError, HorizonError
 from horizon_lm.planning.arithmetic.catalog import own_profile_path
-from horizon_lm.training import resume as resume_module
-from horizon_lm.training import train
+from horizon_lm.runs.checkpoints import checkpoint
+from horizon_lm.runs.checkpoints.part_reader import PartReader
+from horizon_lm.runs.checkpoints.unit_file import UnitFile
+from horizon_lm.runs.training import resume as resume_module
+from horizon_lm.runs.training import train
 from tests.e2e import resuming, tiny
 from tests.e2e.resuming import SAVING, Runs, assert_resumes, resume
 from tests.support import handmade_outlines

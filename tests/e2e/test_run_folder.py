@@ -18,19 +18,19 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 import horizon_lm
-from horizon_lm import disk
-from horizon_lm.checkpoints.manifest import read_manifest, verify
-from horizon_lm.checkpoints.new_folder import unwritable
-from horizon_lm.config.load import as_config
+from horizon_lm.common import disk
+from horizon_lm.common.run_folders import checkpoints_in, is_checkpoint
 from horizon_lm.errors import ConfigError, DataError, DoesNotFitError
-from horizon_lm.run_folders import checkpoints_in, is_checkpoint
-from horizon_lm.training import callbacks as run_callbacks
-from horizon_lm.training import last_resort, saver, train
-from horizon_lm.training.line_file import LineFile
-from horizon_lm.training.run_checkpoints import RunCheckpoints
-from horizon_lm.training.run_dir import RunDir
-from horizon_lm.training.samples import SamplePrompts
-from horizon_lm.training.tracing import Tracing
+from horizon_lm.runs.checkpoints.manifest import read_manifest, verify
+from horizon_lm.runs.checkpoints.new_folder import unwritable
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.training import callbacks as run_callbacks
+from horizon_lm.runs.training import last_resort, saver, train
+from horizon_lm.runs.training.line_file import LineFile
+from horizon_lm.runs.training.run_checkpoints import RunCheckpoints
+from horizon_lm.runs.training.run_dir import RunDir
+from horizon_lm.runs.training.samples import SamplePrompts
+from horizon_lm.runs.training.tracing import Tracing
 from tests.e2e import tiny
 from tests.e2e.processes import RunProcess
 from tests.support.thinned_cases import thinned
@@ -208,8 +208,8 @@ def test_an_interrupted_wait_leaves_a_checkpoint(base: dict[str, Any], tmp_path:
     """The process ends with 75, as its message says; the same command goes on from there and exports what was trained."""
     setup = """
 from pathlib import Path
-from horizon_lm.disk import Disk
-from horizon_lm.training.run_dir import RunDir
+from horizon_lm.common.disk import Disk
+from horizon_lm.runs.training.run_dir import RunDir
 make, RunDir.elsewhere = Disk.make_folder, lambda self, what: None
 def fail(self, path):
     if path.name == ".model.horizon-part":
@@ -262,7 +262,7 @@ def test_a_limit_on_the_size_of_files(base: dict[str, Any], tmp_path: Path) -> N
     setup = f"""
 import re
 import resource
-from horizon_lm.training.last_resort import LastResort
+from horizon_lm.runs.training.last_resort import LastResort
 export = LastResort.export
 def limited(*arguments):
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, {resource.RLIM_INFINITY}))
@@ -436,7 +436,7 @@ def test_files_of_an_earlier_run_are_kept_until_the_model_is_loaded(
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("horizon_lm.training.setup.load_model", fail)
+    monkeypatch.setattr("horizon_lm.runs.training.setup.load_model", fail)
     with pytest.raises(MemoryError):
         horizon_lm.train({**base, "overwrite_output_dir": True, "learning_rate": 1e-3}, **QUIET)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before

@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
-from horizon_lm.checkpoints import manifest, saving
-from horizon_lm.checkpoints.part_reader import PartReader
-from horizon_lm.checkpoints.unit_file import UnitFile
-from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, InterruptedRunError, StreamingError
-from horizon_lm.planning.admission.inputs import open_source
-from horizon_lm.training.best_model import eval_metrics
-from horizon_lm.training.intervals import Intervals
-from horizon_lm.training.run_checkpoints import RunCheckpoints
+from horizon_lm.runs.admission.inputs import open_source
+from horizon_lm.runs.checkpoints import manifest, saving
+from horizon_lm.runs.checkpoints.part_reader import PartReader
+from horizon_lm.runs.checkpoints.unit_file import UnitFile
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.training.best_model import eval_metrics
+from horizon_lm.runs.training.intervals import Intervals
+from horizon_lm.runs.training.run_checkpoints import RunCheckpoints
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
@@ -271,7 +271,7 @@ def test_a_metric_that_evaluations_do_not_have_is_rejected(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the model is opened, and the rows are read."""
-    monkeypatch.setattr("horizon_lm.training.train.Admission", None)
+    monkeypatch.setattr("horizon_lm.runs.training.train.Admission", None)
     settings = {"output_dir": str(tmp_path / "run"), "load_best_model_at_end": True, "metric_for_best_model": "bleu"}
     with pytest.raises(ConfigError, match=r"evaluations have no eval_bleu; choose one of eval_loss"):
         horizon_lm.train(base | settings, print_fn=lambda line: None)

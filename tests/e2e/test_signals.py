@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from horizon_lm.checkpoints.manifest import read_manifest, verify
+from horizon_lm.runs.checkpoints.manifest import read_manifest, verify
 from tests.e2e import tiny
 from tests.e2e.processes import SECONDS, RunProcess
 from tests.support.thinned_cases import thinned
@@ -18,7 +18,7 @@ from tests.support.thinned_cases import thinned
 # Prints when a row is tokenized, and then takes forever.
 SLOW_TOKENIZING = """
 import time, sys
-from horizon_lm.data.tokenize import ExampleTokenizer
+from horizon_lm.runs.data.tokenize import ExampleTokenizer
 def slow(self, example):
     print("tokenizing", file=sys.stderr, flush=True)
     time.sleep(1000)
@@ -27,7 +27,7 @@ ExampleTokenizer.tokenize = slow
 # Does so in one of two processes only. The other one is idle soon.
 IDLE_WORKER = """
 import time, sys
-from horizon_lm.data.tokenize import ExampleTokenizer
+from horizon_lm.runs.data.tokenize import ExampleTokenizer
 tokenize = ExampleTokenizer.tokenize
 def slow(self, example):
     if "night 0?" in str(example):
@@ -40,7 +40,7 @@ ExampleTokenizer.tokenize = slow
 # Prints when the weights are loaded, which then takes forever.
 SLOW_LOADING = """
 import time
-import horizon_lm.training.setup as setup
+import horizon_lm.runs.training.setup as setup
 load = setup.load_model
 def slow(*args, **kwargs):
     print("loading", flush=True)
@@ -52,7 +52,7 @@ setup.load_model = slow
 SLOW_START = """
 import signal, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-import horizon_lm.training.ranks as ranks
+import horizon_lm.runs.training.ranks as ranks
 def slow(config):
     print("starting", flush=True)
     time.sleep(1000)
@@ -61,8 +61,8 @@ ranks.Ranks.start = slow
 # Prints when a unit is written into a checkpoint, and goes on once a signal has arrived.
 SLOW_SAVING = """
 import time
-import horizon_lm.disk as disk
-from horizon_lm.training.interrupts import Interrupts
+import horizon_lm.common.disk as disk
+from horizon_lm.runs.training.interrupts import Interrupts
 arrived, handle, create, write = [], Interrupts._handle, disk._File.__init__, disk._File.write
 def note(self, *arguments):
     arrived.append(True)
@@ -81,8 +81,8 @@ Interrupts._handle, disk._File.__init__, disk._File.write = note, noted, slow
 # Prints before the second batch of an evaluation, and goes on once a signal has arrived.
 SLOW_EVALUATION = """
 import time
-import horizon_lm.training.evaluation as evaluation
-from horizon_lm.training.interrupts import Interrupts
+import horizon_lm.runs.training.evaluation as evaluation
+from horizon_lm.runs.training.interrupts import Interrupts
 arrived, handle, batch_from, made = [], Interrupts._handle, evaluation.batch_from, []
 def note(self, *arguments):
     arrived.append(True)
@@ -98,7 +98,7 @@ Interrupts._handle, evaluation.batch_from = note, slow
 """
 SLOW_EXPORT = """
 import os, signal
-from horizon_lm.training.run_dir import RunDir
+from horizon_lm.runs.training.run_dir import RunDir
 write = RunDir.write_model
 def interrupted(self, *args):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -182,8 +182,8 @@ def test_a_second_signal_ends_a_step_that_hangs(run_file: Path) -> None:
     """Also if what it waits for never comes: the cleaning up of the engine waits for it, too."""
     hang = """
 import threading
-import horizon_lm.training.interrupts as interrupts
-from horizon_lm.training.non_finite import NonFinite
+import horizon_lm.runs.training.interrupts as interrupts
+from horizon_lm.runs.training.non_finite import NonFinite
 interrupts._EXIT_SECONDS = 0.1
 def hang(*args):
     print("hanging", flush=True)
@@ -313,8 +313,8 @@ def test_a_signal_that_python_drops_is_repeated(run_file: Path) -> None:
     """In a destructor, an exception is printed and forgotten."""
     dropped = """
 import os, signal, time
-import horizon_lm.training.interrupts as interrupts
-import horizon_lm.training.setup as setup
+import horizon_lm.runs.training.interrupts as interrupts
+import horizon_lm.runs.training.setup as setup
 interrupts._REPEAT_SECONDS = 0.1
 class Dropping:
     def __del__(self):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from horizon_lm.errors import NonFiniteError
-from horizon_lm.objective.sft import nll
-from horizon_lm.training.train import train
+from horizon_lm.runs.objective.sft import nll
+from horizon_lm.runs.training.train import train
 from tests.e2e import tiny
 
 SKIPPED = "steps skipped because their gradient was not finite"

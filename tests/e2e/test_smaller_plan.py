@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from horizon_lm.common.units import HEAD, block
 from horizon_lm.errors import DeviceFaultError, DoesNotFitError
-from horizon_lm.planning.admission.inputs import Source, open_source
 from horizon_lm.planning.arithmetic.request import Limit, Machine
+from horizon_lm.runs.admission.inputs import Source, open_source
+from horizon_lm.runs.training.first_step import FirstStep
+from horizon_lm.runs.training.loop import Loop
+from horizon_lm.runs.training.train import train
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.training.first_step import FirstStep
-from horizon_lm.training.loop import Loop
-from horizon_lm.training.train import train
-from horizon_lm.units import HEAD, block
 from tests.e2e import tiny
 from tests.support.device_short_of_memory import Computation, ShortDevice
 
@@ -47,7 +47,7 @@ def sources() -> dict[str, Source]:
 def runs(model: Path, sources: dict[str, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Runs":
     # One source for all runs, because outlining the model takes longer than training it.
     monkeypatch.setattr(
-        "horizon_lm.planning.admission.run_plan.open_source", lambda run: sources.setdefault("", open_source(run))
+        "horizon_lm.runs.admission.run_plan.open_source", lambda run: sources.setdefault("", open_source(run))
     )
     return Runs(model, tmp_path, monkeypatch)
 
@@ -57,7 +57,7 @@ class Runs:
 
     def __init__(self, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine("test", on_host=False, hardware=None, device_limits=[Limit("of the test", 64 * 2**20)])
-        monkeypatch.setattr("horizon_lm.planning.admission.run_plan.this_machine", lambda run: machine)
+        monkeypatch.setattr("horizon_lm.runs.admission.run_plan.this_machine", lambda run: machine)
         monkeypatch.setattr("horizon_lm.engine.opening.attaching.open_device", lambda *args: self.device)
         self.folder, self.said = folder, list[str]()
         rows = tiny.write_jsonl(folder / "rows.jsonl", tiny.alpaca_rows(12))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from horizon_lm.objective.sft import nll
-from horizon_lm.training.spikes import Spikes
-from horizon_lm.training.train import train
+from horizon_lm.runs.objective.sft import nll
+from horizon_lm.runs.training.spikes import Spikes
+from horizon_lm.runs.training.train import train
 from tests.e2e import tiny
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from horizon_lm import visible
 from horizon_lm.cli.largest_models import MODES, plan_largest
 from horizon_lm.cli.plan_arguments import Size
+from horizon_lm.common import visible
+from horizon_lm.common.visible import announced
 from horizon_lm.model.known_models import known_models
-from horizon_lm.visible import announced
 from tests.e2e import tiny
 from tests.e2e.command import run
 

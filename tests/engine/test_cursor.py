@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.engine.passes.cursor import Cursor
 from horizon_lm.errors import ScheduleMismatchError
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 LAYOUT = build.Layout(4)
 BLOCKS = [block(index) for index in range(4)]

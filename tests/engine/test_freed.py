@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 import horizon_lm
-from horizon_lm.units import block
+from horizon_lm.common.units import block
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
 

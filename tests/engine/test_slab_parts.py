@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.codecs.fp8 import Fp8
-from horizon_lm.codecs.stack import Stack
+from horizon_lm.common.units import block
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.engine.host.slab_parts import SlabPart
-from horizon_lm.layout.ranks import Shard
-from horizon_lm.store.precision import PRECISIONS
-from horizon_lm.store.unit_slabs import Slab, UnitSlabs
-from horizon_lm.units import block
+from horizon_lm.memory.codecs.fp8 import Fp8
+from horizon_lm.memory.codecs.stack import Stack
+from horizon_lm.memory.layout.ranks import Shard
+from horizon_lm.memory.precision import PRECISIONS
+from horizon_lm.memory.unit_slabs import Slab, UnitSlabs
 
 EXPERTS = 7
 SHAPES = {

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 import horizon_lm
+from horizon_lm.common.units import block
 from horizon_lm.errors import ConfigError, IgnoredCastWarning, ModelNotSupportedError, StreamingError
-from horizon_lm.units import block
 from tests.support import tiny_models
 
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import xxhash
 
-from horizon_lm.checkpoints.checkpoint import ARRAYS, BUFFERS, load_checkpoint, read_tensors, save_checkpoint
-from horizon_lm.checkpoints.saving import STATE
-from horizon_lm.checkpoints.unit_file import hash_file
-from horizon_lm.config.load import as_config
+from horizon_lm.common.run_folders import MANIFEST
 from horizon_lm.errors import HorizonError
-from horizon_lm.run_folders import MANIFEST
-from horizon_lm.training import resume, run_state
+from horizon_lm.runs.checkpoints.checkpoint import ARRAYS, BUFFERS, load_checkpoint, read_tensors, save_checkpoint
+from horizon_lm.runs.checkpoints.saving import STATE
+from horizon_lm.runs.checkpoints.unit_file import hash_file
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.training import resume, run_state
 from tests.support.changed_bytes import changed_bytes
 from tests.support.checkpointed_training import BUFFERED, digest, opened
 from tests.support.training_steps import step

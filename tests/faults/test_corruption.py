@@ -13,13 +13,13 @@ import torch
 
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
-from horizon_lm.checkpoints import manifest
-from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.checkpoints.random_state import random_state
-from horizon_lm.checkpoints.unit_file import hash_file
-from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError
-from horizon_lm.training import resume, run_state
+from horizon_lm.runs.checkpoints import manifest
+from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.runs.checkpoints.random_state import random_state
+from horizon_lm.runs.checkpoints.unit_file import hash_file
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.training import resume, run_state
 from tests.e2e.command import run
 from tests.support.checkpointed_training import BUFFERED, digest, opened
 from tests.support.training_steps import step

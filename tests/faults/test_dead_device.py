@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.common.units import OUTER, block
 from horizon_lm.device.base import Task
 from horizon_lm.device.cpu import CpuDevice, HostLink
 from horizon_lm.device.faults import is_device_fault, is_out_of_device_memory
@@ -18,7 +19,6 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.host.updates import PendingUpdates
 from horizon_lm.errors import DeviceMemoryError, PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind, Op, Stream
-from horizon_lm.units import OUTER, block
 from tests.support import tiny_models
 from tests.support.dying_devices import Death, DyingThreaded, dying
 from tests.support.thinned_cases import thinned

@@ -15,12 +15,12 @@ import torch
 
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
-from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.checkpoints.manifest import read_manifest, verify
+from horizon_lm.common.run_folders import checkpoints_in
 from horizon_lm.errors import ConfigError
-from horizon_lm.run_folders import checkpoints_in
-from horizon_lm.training.line_file import LineFile
-from horizon_lm.training.run_checkpoints import RunCheckpoints
+from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.runs.checkpoints.manifest import read_manifest, verify
+from horizon_lm.runs.training.line_file import LineFile
+from horizon_lm.runs.training.run_checkpoints import RunCheckpoints
 from tests.support.checkpointed_training import digest, opened
 from tests.support.recorded_disk import ModelDisk, Operation, RecordedDisk, Tree
 from tests.support.training_steps import step

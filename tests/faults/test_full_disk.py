@@ -10,8 +10,8 @@ from tests.support.thinned_cases import thinned
 
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
-from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.disk import Disk
+from horizon_lm.common.disk import Disk
+from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from tests.support.checkpointed_training import digest, opened
 from tests.support.failing_disk import FailingDisk
 from tests.support.training_steps import step

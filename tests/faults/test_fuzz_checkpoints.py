@@ -8,7 +8,7 @@ from tests.support.thinned_cases import thinned
 
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
-from horizon_lm.checkpoints import manifest
+from horizon_lm.runs.checkpoints import manifest
 from tests.faults import fuzz_checkpoints
 from tests.faults.fuzz_checkpoints import CORPUS, FILES, Target, fuzz
 

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
 import horizon_lm
-from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, InterruptedRunError
-from horizon_lm.training import last_resort, output_folder, run_dir
-from horizon_lm.training.last_resort import LastResort
-from horizon_lm.training.ranks import Ranks
-from horizon_lm.training.run_dir import RunDir
+from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.training import last_resort, output_folder, run_dir
+from horizon_lm.runs.training.last_resort import LastResort
+from horizon_lm.runs.training.ranks import Ranks
+from horizon_lm.runs.training.run_dir import RunDir
 from tests.support.checkpointed_training import digest, opened
 from tests.support.training_steps import step
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 import horizon_lm
+from horizon_lm.common.units import block
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.schedule.ops import Kind, Stream
-from horizon_lm.units import block
 from tests.support import tiny_models
 from tests.support.threaded_device import ThreadedDevice
 
 pytest.importorskip("pydantic", reason="needs the whole installation")
 
-from horizon_lm.training.watchdog import Watchdog
+from horizon_lm.runs.training.watchdog import Watchdog
 
 SECONDS = 120  # until something that does not happen is a failure
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from horizon_lm.device.cuda_link import CudaLink, packed_bytes
-from horizon_lm.kernels import decoding
+from horizon_lm.memory.kernels import decoding
 from tests.gpu.accelerator import Accelerator
 from tests.support.quantized_tensors import CASES, DTYPES, packed_case
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horizon_lm.kernels import cache
-from horizon_lm.kernels.bits import F32, inlined, kernel
-from horizon_lm.kernels.gradients import landing_kernel, squared_norm_kernel
-from horizon_lm.kernels.updates import rows_kernel
+from horizon_lm.memory.kernels import cache
+from horizon_lm.memory.kernels.bits import F32, inlined, kernel
+from horizon_lm.memory.kernels.gradients import landing_kernel, squared_norm_kernel
+from horizon_lm.memory.kernels.updates import rows_kernel
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.optim.lion import Lion
 
@@ -39,7 +39,7 @@ def test_a_kernel_is_compiled_once() -> None:
 def test_another_process_finds_it(folder: Path) -> None:
     hits(sum_of_squares())
     code = (
-        "import numpy as np; from horizon_lm.kernels.gradients import squared_norm_kernel as make; kernel = make('float32');"
+        "import numpy as np; from horizon_lm.memory.kernels.gradients import squared_norm_kernel as make; kernel = make('float32');"
         "print(kernel(np.array([3, 4], np.float32)), sum(kernel.stats.cache_hits.values()))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "25.0 1\n"
@@ -58,7 +58,7 @@ UPDATES = """
 import os
 import sys
 import numpy as np
-from horizon_lm.kernels.updates import rows_kernel
+from horizon_lm.memory.kernels.updates import rows_kernel
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.optim.update_tasks import step_scalars
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.device.cpu import HostLink
-from horizon_lm.kernels import decoding
+from horizon_lm.memory.codecs.fp8 import Fp8
+from horizon_lm.memory.kernels import decoding
 from tests.support.quantized_tensors import CASES, packed_case
 from tests.support.thinned_cases import thinned
 
-KERNELS = "horizon_lm.kernels.decoding_kernels"
+KERNELS = "horizon_lm.memory.kernels.decoding_kernels"
 RUNS = [(name, torch.bfloat16) for name in CASES] + [
     (name, dtype) for name in ("nf4 nested", "mxfp4", "fp8", "int4") for dtype in (torch.float16, torch.float32)
 ]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from horizon_lm.arena import as_array
-from horizon_lm.constants import MOMENT_BLOCK as BLOCK
-from horizon_lm.kernels.bits import F32, U32, kernel, mix, nearest, stochastic
-from horizon_lm.kernels.formats import _decode_signed, _decode_unsigned, _encode_signed, _encode_unsigned
-from horizon_lm.kernels.gradients import landing_kernel, squared_norm_kernel
-from horizon_lm.kernels.gradients import rows_kernel as landing_rows_kernel
-from horizon_lm.kernels.updates import Scalars, rows_kernel, update_kernel
+from horizon_lm.common.constants import MOMENT_BLOCK as BLOCK
+from horizon_lm.memory.arena import as_array
+from horizon_lm.memory.kernels.bits import F32, U32, kernel, mix, nearest, stochastic
+from horizon_lm.memory.kernels.formats import _decode_signed, _decode_unsigned, _encode_signed, _encode_unsigned
+from horizon_lm.memory.kernels.gradients import landing_kernel, squared_norm_kernel
+from horizon_lm.memory.kernels.gradients import rows_kernel as landing_rows_kernel
+from horizon_lm.memory.kernels.updates import Scalars, rows_kernel, update_kernel
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.optim.update_tasks import step_scalars
 from tests.support.thinned_cases import thinned

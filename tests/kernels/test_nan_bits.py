@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
-from horizon_lm.kernels.bits import kernel, nearest, stochastic
-from horizon_lm.kernels.formats import _read_split, _write_split
-from horizon_lm.store.precision import join_master, split_master
+from horizon_lm.memory.kernels.bits import kernel, nearest, stochastic
+from horizon_lm.memory.kernels.formats import _read_split, _write_split
+from horizon_lm.memory.precision import join_master, split_master
 from tests.support import tiny_models
 
 NANS = (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FFF8000, 0xFFFF7FFF, 0x7FC00000, 0xFFC00000)

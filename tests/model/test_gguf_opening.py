@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import horizon_lm
-from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.gguf_weights import load_gguf
 from horizon_lm.model.hf_config import load_config
 from horizon_lm.model.llama3_scaling import scaling_of
+from horizon_lm.tools.gguf.export import FILE, export_gguf
 from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, PADDED, YARN, change, save, tensors
 
 pytest.importorskip("gguf")

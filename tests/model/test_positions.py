@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 import horizon_lm
-from horizon_lm.data.checks import check_lengths
-from horizon_lm.data.packing import pack
 from horizon_lm.errors import DataError
 from horizon_lm.model.positions import Positions, positions_of
-from horizon_lm.training import setup
+from horizon_lm.runs.data.checks import check_lengths
+from horizon_lm.runs.data.packing import pack
+from horizon_lm.runs.training import setup
 from tests.e2e import tiny
 from tests.support import tiny_models
 from tests.support.prepared_rows import prepared, write

@@ -11,10 +11,10 @@ from unittest.mock import MagicMock
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
-from horizon_lm.training.early_mistakes import mistakes_in_plan
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.training.early_mistakes import mistakes_in_plan
 
 OPEN: dict[str, Callable[[str], Any]] = {
     "plan": lambda name: hub.fetch_config(name, trust_remote_code=False),

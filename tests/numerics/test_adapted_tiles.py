@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.common.units import Unit
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.units import tiled_computation
@@ -15,7 +16,6 @@ from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import expert_adapters
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Kind, Schedule
-from horizon_lm.units import Unit
 from tests.census.subject import Subject
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu

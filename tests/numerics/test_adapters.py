@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import horizon_lm
+from horizon_lm.common.units import OUTER, block
 from horizon_lm.errors import ConfigError, StreamingError
-from horizon_lm.layout.slabs import padded
+from horizon_lm.memory.layout.slabs import padded
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.block_template import structure_key
-from horizon_lm.units import OUTER, block
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.adapted_models import KINDS, MIXTURES, adapted

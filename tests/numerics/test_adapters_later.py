@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.units import OUTER
+from horizon_lm.common.units import OUTER
 from tests.support.thinned_cases import covering, thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")

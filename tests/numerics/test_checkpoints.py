@@ -20,18 +20,18 @@ from safetensors import safe_open
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
 import horizon_lm
-from horizon_lm.checkpoints import manifest
-from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.checkpoints.random_state import random_state
+from horizon_lm.common.disk import Disk
+from horizon_lm.common.quantities import page_aligned
+from horizon_lm.common.units import HEAD, OUTER, block
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.optim import update_tasks
-from horizon_lm.quantities import page_aligned
+from horizon_lm.runs.checkpoints import manifest
+from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.runs.checkpoints.random_state import random_state
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import LastUse, Schedule, ScheduleError, Stream, Wait
-from horizon_lm.units import HEAD, OUTER, block
 from tests.support import tiny_models
 from tests.support.checkpointed_training import BUFFERED, Digests, digest, opened
 from tests.support.schedule_proofs import each_wait, without_wait

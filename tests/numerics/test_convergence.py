@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import horizon_lm
-from horizon_lm.kernels import updates
-from horizon_lm.kernels.bits import inlined, nearest
+from horizon_lm.memory.kernels import updates
+from horizon_lm.memory.kernels.bits import inlined, nearest
 from horizon_lm.optim import update_tasks
 
 VOCABULARY, ROWS, LENGTH, STEPS = 64, 8, 32, 100

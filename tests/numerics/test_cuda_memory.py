@@ -13,13 +13,13 @@ import transformers
 from packaging.version import Version
 
 import horizon_lm
-from horizon_lm.arena import Arena
-from horizon_lm.constants import PAGE
+from horizon_lm.common.constants import PAGE
 from horizon_lm.device import cuda_link, page_locks
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.errors import PageLockWarning
+from horizon_lm.memory.arena import Arena
 from tests.support import tiny_models
 from tests.support.emulated_gpu import EmulatedGpu, OnGpu, emulated_gpu
 from tests.support.thinned_cases import thinned
@@ -250,7 +250,7 @@ def test_threads_that_enqueue_copies_allocate_nothing(gpu: EmulatedGpu, settings
 
 @pytest.mark.usefixtures("whole_installation")
 def test_links_take_the_planned_memory(gpu: EmulatedGpu) -> None:
-    from horizon_lm.planning.admission.this_machine import SCRATCH_BYTES, STAGING_BYTES
+    from horizon_lm.runs.admission.this_machine import SCRATCH_BYTES, STAGING_BYTES
 
     device = CudaDevice()
     assert gpu.allocations == []  # planning looks at the device, but allocates nothing

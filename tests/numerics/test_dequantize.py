@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
 
 import horizon_lm
-from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.errors import ConfigError
+from horizon_lm.memory.codecs.fp8 import Fp8
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.quantized_folders import TILE, opened, save_by_bitsandbytes, save_plain, save_published

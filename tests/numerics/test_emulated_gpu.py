@@ -166,10 +166,10 @@ def test_a_plan_for_the_current_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatc
     """The plan fits the free memory reported by the driver, chooses residency, and reports memory that cannot be
     page-locked.
     """
-    from horizon_lm.config import plan_config
-    from horizon_lm.planning.admission.inputs import open_source
-    from horizon_lm.planning.admission.run_plan import apply_plan, plan_run
-    from horizon_lm.planning.admission.this_machine import this_machine
+    from horizon_lm.runs.admission.inputs import open_source
+    from horizon_lm.runs.admission.run_plan import apply_plan, plan_run
+    from horizon_lm.runs.admission.this_machine import this_machine
+    from horizon_lm.runs.config import plan_config
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "model"

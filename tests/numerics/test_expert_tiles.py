@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import horizon_lm
-from horizon_lm import units
+from horizon_lm.common import units
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.units.block_autograd import BlockAutograd

@@ -9,7 +9,7 @@ import torch
 from numba.core.dispatcher import Dispatcher
 
 import horizon_lm
-from horizon_lm.kernels import gradients, updates
+from horizon_lm.memory.kernels import gradients, updates
 from tests.support import tiny_models
 
 

@@ -115,8 +115,8 @@ def test_gradients_and_steps_are_those_of_a_float32_parameter(
 )
 def test_a_resumed_run_goes_on_bit_for_bit(precision: str, moments: str, tmp_path: Path) -> None:
     pytest.importorskip("xxhash", reason="needs the whole installation")
-    from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-    from horizon_lm.checkpoints.export import export_checkpoint
+    from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+    from horizon_lm.runs.checkpoints.export import export_checkpoint
 
     folder_of("ernie4_5_moe", tmp_path / "model")
     batch = text_batch("ernie4_5_moe")

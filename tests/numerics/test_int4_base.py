@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
-from horizon_lm.codecs.int4 import Int4
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.memory.codecs.int4 import Int4
 from horizon_lm.model import hf_config
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.files.quantized_checkpoint import Quantized
 from horizon_lm.model.quantization import expected_codecs, take_quantization
 from horizon_lm.model.skeletons import build_skeleton
 from horizon_lm.model.source import ModelSource
@@ -23,7 +24,6 @@ from horizon_lm.planning.arithmetic.choose import choose
 from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.request import Machine, Request
 from horizon_lm.planning.measure.model_outline import outline_model
-from horizon_lm.store.quantized_checkpoint import Quantized
 from tests.support import tiny_models
 from tests.support.int4_folders import (
     KIMI_IGNORES,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.common.units import EMBED, HEAD
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import TokenError
-from horizon_lm.units import EMBED, HEAD
 from tests.support.gradients import assert_close_gradients, gradients, losses_together, without_dropout
 from tests.support.thinned_cases import covering, thinned
 from tests.support.tiny_models import FAMILIES, batch, build

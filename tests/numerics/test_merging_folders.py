@@ -217,7 +217,7 @@ def test_an_own_head_under_a_config_that_says_tied(tmp_path: Path, way: str, mon
         model.save_pretrained(tmp_path / "out")
     else:
         if "older" in way:
-            monkeypatch.setattr("horizon_lm.store.checkpoint_writer.true_config", lambda model: model.config)
+            monkeypatch.setattr("horizon_lm.model.files.checkpoint_writer.true_config", lambda model: model.config)
         horizon_lm.save_checkpoint(tmp_path / "checkpoint", model)
         horizon_lm.export_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
     for opened in (

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.common.units import HEAD, OUTER, block
 from horizon_lm.device.base import Task
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import ConfigError, PartialUpdateError
 from horizon_lm.optim.muon import orthogonalize
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Kind, Schedule, ScheduleError, Stream, Wait
-from horizon_lm.units import HEAD, OUTER, block
 from tests.support import tiny_models
 from tests.support.pass_sequences import SETTINGS
 from tests.support.schedule_proofs import each_wait, without_wait

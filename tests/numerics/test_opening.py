@@ -23,10 +23,10 @@ from transformers import (
 import horizon_lm
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import gguf_weights, hf_config
+from horizon_lm.model.files.checkpoint_loader import check_folder
 from horizon_lm.model.opening import created_in_float32
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
-from horizon_lm.store.checkpoint_loader import check_folder
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import build
 from tests.support.thinned_cases import thinned
@@ -141,8 +141,8 @@ def test_a_changed_buffer_is_written_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_weights_are_written_in_the_promised_dtype(precision: str, tmp_path: Path) -> None:
     pytest.importorskip("xxhash", reason="needs the whole installation")
-    from horizon_lm.checkpoints.checkpoint import save_checkpoint
-    from horizon_lm.checkpoints.export import export_checkpoint
+    from horizon_lm.runs.checkpoints.checkpoint import save_checkpoint
+    from horizon_lm.runs.checkpoints.export import export_checkpoint
 
     save(tmp_path, LLAMA, torch.bfloat16)
     model = horizon_lm.from_pretrained(tmp_path, precision=precision)
@@ -161,9 +161,9 @@ def test_weights_are_written_in_the_promised_dtype(precision: str, tmp_path: Pat
 def test_checkpoints_restore_buffers(config: Any, dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
     """A run that goes on reads the weights from its checkpoint, not from the folder of the model."""
     pytest.importorskip("xxhash", reason="needs the whole installation")
-    from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-    from horizon_lm.checkpoints.export import export_checkpoint
     from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
+    from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+    from horizon_lm.runs.checkpoints.export import export_checkpoint
 
     save(tmp_path, config, dtype)
     model = horizon_lm.from_pretrained(tmp_path, precision=precision)

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 import horizon_lm
+from horizon_lm.common.units import block
 from horizon_lm.engine.passes.micro_batches import micro_batch_seeds
-from horizon_lm.units import block
 from tests.support.gradients import assert_close_gradients, assert_equal_gradients, gradients, without_dropout
 from tests.support.thinned_cases import thinned
 from tests.support.tiny_models import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build

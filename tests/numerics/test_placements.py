@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import horizon_lm
+from horizon_lm.common.optimizers import OPTIMIZERS
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.optimizers import OPTIMIZERS
 from tests.support.planned_bytes import ELEMENTWISE
 from tests.support.threaded_device import ThreadedDevice
 from tests.support.tiny_models import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.common.units import HEAD, block
 from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.arithmetic.choose import choose
@@ -17,7 +18,6 @@ from horizon_lm.planning.arithmetic.request import ForwardBatch, Request
 from horizon_lm.planning.measure import meta_recorder
 from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import HEAD, block
 from tests.census.tiny_models import build
 from tests.support import tiny_models
 from tests.support.float32_llama import float32_llama

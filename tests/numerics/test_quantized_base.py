@@ -17,21 +17,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
-from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.common.units import block
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
-from horizon_lm.kernels import decoding
+from horizon_lm.memory.codecs.fp8 import Fp8
+from horizon_lm.memory.kernels import decoding
 from horizon_lm.model import hf_config
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.files.quantized_checkpoint import Quantized
 from horizon_lm.model.quantization import four_bits, take_quantization
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.arithmetic.choose import choose
 from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.request import Machine, Request
 from horizon_lm.planning.measure.model_outline import outline_model
-from horizon_lm.store.quantized_checkpoint import Quantized
-from horizon_lm.units import block
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu

@@ -22,8 +22,8 @@ import peft
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import horizon_lm
-from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.errors import HorizonError, ModelNotSupportedError, StreamingError
+from horizon_lm.memory.codecs.bnb4bit import Bnb4Bit
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.peft_methods import WORK, lora, method

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.common.units import OUTER
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Schedule, ScheduleError, Stream, Wait
-from horizon_lm.units import OUTER
 from tests.support.pass_sequences import SETTINGS, Result, same, train
 from tests.support.schedule_proofs import Passes, each_wait, is_wrong, passes, without_wait
 from tests.support.thinned_cases import thinned

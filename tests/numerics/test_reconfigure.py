@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.common.units import HEAD, block
 from horizon_lm.errors import StreamingError
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import HEAD, block
 from tests.support import tiny_models
 from tests.support.device_short_of_memory import Computation, ShortDevice
 from tests.support.gradients import losses_together

@@ -11,14 +11,14 @@ import torch
 pytest.importorskip("datasets", reason="needs the whole installation")
 
 import horizon_lm
-from horizon_lm.config import DpoConfig
-from horizon_lm.data.preprocess import prepare
-from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.common.units import block
 from horizon_lm.errors import NonFiniteError
-from horizon_lm.objective import reference
-from horizon_lm.objective.reference import ReferenceCache, model_key
-from horizon_lm.training.rows import preprocess_config
-from horizon_lm.units import block
+from horizon_lm.runs.config import DpoConfig
+from horizon_lm.runs.data.preprocess import prepare
+from horizon_lm.runs.data.token_dataset import TokenTable
+from horizon_lm.runs.objective import reference
+from horizon_lm.runs.objective.reference import ReferenceCache, model_key
+from horizon_lm.runs.training.rows import preprocess_config
 from tests.e2e import tiny
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.common.units import block, tile
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.passes.expert_tiles import ExpertTiles
 from horizon_lm.engine.units.tiled_computation import WholeCall
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
-from horizon_lm.units import block, tile
 from tests.support import tiny_models
 from tests.support.schedule_proofs import without_wait
 from tests.support.thinned_cases import covering, thinned

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.common.units import block
 from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Task
 from horizon_lm.engine.passes import residency_planner
@@ -19,7 +20,6 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Trace
-from horizon_lm.units import block
 from tests.support import tiny_models
 from tests.support.pass_sequences import SETTINGS, Result, same, train
 from tests.support.tensor_memory import StorageMeter

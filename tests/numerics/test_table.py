@@ -14,7 +14,7 @@ from horizon_lm.device import cpu
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.transfers import LandRows
-from horizon_lm.kernels import gradients
+from horizon_lm.memory.kernels import gradients
 from tests.support import tiny_models
 from tests.support.gradients import assert_equal_gradients
 from tests.support.queued_streams import Transport, replace_cuda

@@ -246,8 +246,8 @@ def test_statistics_are_compiled_if_blocks_are(compiles: bool, monkeypatch: pyte
 
 @pytest.mark.usefixtures("whole_installation")
 def test_the_host_does_not_wait(gpu: EmulatedGpu) -> None:
-    from horizon_lm.data.batch import Batch
-    from horizon_lm.objective import sft
+    from horizon_lm.runs.data.batch import Batch
+    from horizon_lm.runs.objective import sft
 
     model = horizon_lm.stream(tiny_models.build("llama"), CudaDevice(), "float32", compile=False, **HEADS["chunked"])
     inputs = inputs_of("padded")
@@ -271,8 +271,8 @@ def test_the_host_does_not_wait(gpu: EmulatedGpu) -> None:
 @pytest.mark.usefixtures("whole_installation")
 def test_means_are_those_of_micro_batches() -> None:
     """As in TRL, micro-batches have equal weights, whatever the number of their targets."""
-    from horizon_lm.objective.base import Loss, TokenSums
-    from horizon_lm.training.metrics import Metrics, StepResult
+    from horizon_lm.runs.objective.base import Loss, TokenSums
+    from horizon_lm.runs.training.metrics import Metrics, StepResult
 
     sums = TokenSums(HostCopy(torch.tensor([4.0, 2.0, 9.0, 0.0, 0.0])), torch.tensor([2, 1, 9, 0, 0]))
     assert sums.means(2) == [2.0, 1.0, 0.0]

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 pytest.importorskip("datasets", reason="needs the whole installation")
 
-from horizon_lm.config import DatasetConfig, SftConfig
-from horizon_lm.data.loader import Sampler, collate
-from horizon_lm.data.preprocess import PreprocessConfig, prepare
-from horizon_lm.training.train import train
+from horizon_lm.runs.config import DatasetConfig, SftConfig
+from horizon_lm.runs.data.loader import Sampler, collate
+from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
+from horizon_lm.runs.training.train import train
 from tests.e2e import tiny
 
 

@@ -13,9 +13,9 @@ pytest.importorskip("trl", reason="needs the whole installation")
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from horizon_lm.data.loader import Sampler
-from horizon_lm.training import rows as run_rows
-from horizon_lm.training.train import train
+from horizon_lm.runs.data.loader import Sampler
+from horizon_lm.runs.training import rows as run_rows
+from horizon_lm.runs.training.train import train
 from tests.e2e import tiny
 
 STEPS = 20

@@ -12,7 +12,7 @@ pytest.importorskip("peft", reason="needs the whole installation")
 import horizon_lm
 from horizon_lm.device import cuda_link
 from horizon_lm.device.cuda import CudaDevice
-from horizon_lm.kernels import decoding
+from horizon_lm.memory.kernels import decoding
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
 from tests.support.quantized_folders import save_published

@@ -7,7 +7,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import DoesNotFitError
-from horizon_lm.layout.buffers import BufferOptions, BufferSettings, BufferTable, buffer_bytes
+from horizon_lm.memory.layout.buffers import BufferOptions, BufferSettings, BufferTable, buffer_bytes
 from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.arithmetic.budgets import _named_items

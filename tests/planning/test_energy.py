@@ -10,13 +10,13 @@ import torch
 from gpu_energy import joules_per_token, watts_at_rest
 
 import horizon_lm
-from horizon_lm.energy import Energy, EnergyMeter
 from horizon_lm.planning.arithmetic.energy import Prices, energy_as_json, energy_lines
 from horizon_lm.planning.arithmetic.plan import Plan, make_plan
 from horizon_lm.planning.arithmetic.request import Machine as PlannedMachine
 from horizon_lm.planning.arithmetic.request import Request
-from horizon_lm.training.metrics import Metrics, StepResult
-from horizon_lm.training.ranks import Ranks
+from horizon_lm.runs.training.energy import Energy, EnergyMeter
+from horizon_lm.runs.training.metrics import Metrics, StepResult
+from horizon_lm.runs.training.ranks import Ranks
 from tests.support import handmade_outlines
 
 RANGE = 262_143_328_850  # microjoules, of a Xeon

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.optimizers import OPTIMIZERS
+from horizon_lm.common.optimizers import OPTIMIZERS
 from horizon_lm.planning.arithmetic.plan import Plan, make_plan
 from horizon_lm.planning.arithmetic.request import Limit, Machine, Request
 from tests.support.handmade_outlines import dense, machine

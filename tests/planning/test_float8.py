@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from horizon_lm.common.units import block
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.arithmetic.catalog import Hardware, published
@@ -18,7 +19,6 @@ from horizon_lm.planning.arithmetic.step import Step, StepSettings
 from horizon_lm.planning.arithmetic.step_cost import StepCost
 from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.schedule.ops import Kind, Op, Stream
-from horizon_lm.units import block
 from tests.support import tiny_models
 
 LENGTH, HIDDEN, WIDTH = 128, 64, 160

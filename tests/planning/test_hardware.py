@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.planning.admission.this_machine import other_machine
 from horizon_lm.planning.arithmetic.catalog import (
     DTYPES,
     Hardware,
@@ -22,6 +21,7 @@ from horizon_lm.planning.arithmetic.catalog import (
     read_profile,
 )
 from horizon_lm.planning.arithmetic.profile_sources import KINDS
+from horizon_lm.runs.admission.this_machine import other_machine
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "profile_h100_2026-11-26.json"
 NAMES = (

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm import resources
-from horizon_lm.optimizers import OPTIMIZERS
-from horizon_lm.planning.admission.this_machine import _ADDRESS_BYTES, _host_limits
+from horizon_lm.common import resources
+from horizon_lm.common.optimizers import OPTIMIZERS
+from horizon_lm.common.resources import MemoryLimit
 from horizon_lm.planning.arithmetic.plan import make_plan
 from horizon_lm.planning.arithmetic.remedies import _fewer_bytes_per_parameter
 from horizon_lm.planning.arithmetic.request import Machine, Request
 from horizon_lm.planning.arithmetic.step_time import Simulation, staged
-from horizon_lm.resources import MemoryLimit
+from horizon_lm.runs.admission.this_machine import _ADDRESS_BYTES, _host_limits
 from tests.support.handmade_outlines import dense, machine
 
 GIB = 2**30

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from horizon_lm import resources
-from horizon_lm.resources import MemoryLimit, control_groups, disk_free, memlock_limit, memory_limits, resident_bytes
+from horizon_lm.common import resources
+from horizon_lm.common.resources import (
+    MemoryLimit,
+    control_groups,
+    disk_free,
+    memlock_limit,
+    memory_limits,
+    resident_bytes,
+)
 
 MIB = 2**20
 RESIDENT = 80 * MIB  # bytes of the process below, without mapped files
@@ -200,7 +207,7 @@ def test_mapped_files_do_not_count(tmp_path: Path) -> None:
 CHILD = """
 import resource, sys
 from pathlib import Path
-from horizon_lm.resources import memory_limits, resident_bytes
+from horizon_lm.common.resources import memory_limits, resident_bytes
 
 MIB = 2**20
 name, mapped = sys.argv[1:]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from horizon_lm.optimizers import OPTIMIZERS, OptimizerEntry
+from horizon_lm.common.optimizers import OPTIMIZERS, OptimizerEntry
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.plan import Plan, make_plan
 from horizon_lm.planning.arithmetic.remedies import Remedy, _lighter_optimizers, find_remedies, smallest

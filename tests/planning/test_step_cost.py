@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.common.optimizers import OPTIMIZERS
+from horizon_lm.common.units import EMBED, HEAD, block
 from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.optim.muon import Muon
-from horizon_lm.optimizers import OPTIMIZERS
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.plan import Plan, make_plan
 from horizon_lm.planning.arithmetic.render import detail_lines
@@ -20,7 +21,6 @@ from horizon_lm.planning.arithmetic.step_cost import StepCost, rates, update_byt
 from horizon_lm.planning.arithmetic.step_time import Simulation
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import step_seconds
-from horizon_lm.units import EMBED, HEAD, block
 from tests.support.handmade_outlines import BLOCK, HIDDEN, TABLE, dense, laid_out, machine
 
 PARAMETERS = 28 * BLOCK + 2 * TABLE + HIDDEN

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.common.optimizers import OPTIMIZERS
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.layout.ranks import Shard
+from horizon_lm.memory.layout.ranks import Shard
 from horizon_lm.model.source import ModelSource
-from horizon_lm.optimizers import OPTIMIZERS
 from horizon_lm.planning.arithmetic import plan as planning
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.choose import Choice, with_device_room

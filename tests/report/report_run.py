@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import SftConfig
-from horizon_lm.config.text import to_yaml
+from horizon_lm.common.units import EMBED
+from horizon_lm.runs.config import SftConfig
+from horizon_lm.runs.config.text import to_yaml
 from horizon_lm.schedule.ops import Kind, Stream
-from horizon_lm.units import EMBED
 
 NUM_BLOCKS, NUM_STEPS, TRACED = 30, 200, 3
 GIB = 2**30

@@ -18,7 +18,10 @@ from plotly.offline import get_plotlyjs
 from typer.testing import CliRunner
 
 from horizon_lm.cli import app
-from horizon_lm.report.figures import (
+from horizon_lm.runs.palette import axis_note
+from horizon_lm.runs.run_files import load_run, read_metrics, read_plan
+from horizon_lm.runs.training.loss_png import write_loss_png
+from horizon_lm.tools.report.figures import (
     loss_figure,
     preferences_figure,
     run_memory_figure,
@@ -27,12 +30,9 @@ from horizon_lm.report.figures import (
     tokens_figure,
     waterfall_figure,
 )
-from horizon_lm.report.loss_png import write_loss_png
-from horizon_lm.report.page import build_page, figure_json
-from horizon_lm.report.palette import axis_note
-from horizon_lm.report.run_files import load_run, read_metrics, read_plan
-from horizon_lm.report.steps import StepView, step_views, verdict
-from horizon_lm.report.summary import _compared, count, duration, summarise
+from horizon_lm.tools.report.page import build_page, figure_json
+from horizon_lm.tools.report.steps import StepView, step_views, verdict
+from horizon_lm.tools.report.summary import _compared, count, duration, summarise
 from tests.report import report_run
 from tests.report.report_run import GIB, metrics_file, span, step, taken, trace_file, training
 
@@ -527,8 +527,8 @@ import sys
 from pathlib import Path
 import horizon_lm.cli
 assert not {{"plotly", "matplotlib"}} & set(sys.modules), "slow to start"
-from horizon_lm.report.page import write_report
-from horizon_lm.report.loss_png import write_loss_png
+from horizon_lm.tools.report.page import write_report
+from horizon_lm.runs.training.loss_png import write_loss_png
 write_report(Path({str(complete)!r}), Path({str(tmp_path / "page.html")!r}))
 assert "matplotlib" not in sys.modules
 write_loss_png(Path({str(complete / "metrics.jsonl")!r}), Path({str(tmp_path / "loss.png")!r}))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.report.run_files import load_run, read_metrics, read_plan, read_samples, read_trace
-from horizon_lm.report.steps import busy_shares, step_views
-from horizon_lm.report.summary import median_step
+from horizon_lm.runs.run_files import load_run, read_metrics, read_plan, read_samples, read_trace
+from horizon_lm.tools.report.steps import busy_shares, step_views
+from horizon_lm.tools.report.summary import median_step
 from tests.report import report_run
 from tests.report.report_run import metrics_file, span, step, taken, trace_file, training
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from horizon_lm import errors
-from horizon_lm.training.run import RunResult
+from horizon_lm.runs.training.run import RunResult
 
 ROOT = Path(__file__).parents[2]
 RESULT = RunResult(Path("runs/demo"), Path("runs/demo/model"), 60, 4.6, 0.9, 0)

@@ -10,16 +10,16 @@ import pytest
 from field_schedule import FieldSettings, FieldStep, field_pass, field_time
 from simulated_models import source_of
 
-from horizon_lm.config import plan_config
+from horizon_lm.common.units import block
 from horizon_lm.planning.arithmetic.catalog import Hardware, find_profile
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.planning.arithmetic.step import Step, StepSettings
 from horizon_lm.planning.arithmetic.step_cost import rates
 from horizon_lm.planning.arithmetic.step_time import Simulation
+from horizon_lm.runs.config import plan_config
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.simulate import Cost, Timeline, simulate, step_seconds
-from horizon_lm.units import block
 
 NUM_BLOCKS = 6
 SETTINGS = [

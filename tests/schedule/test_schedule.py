@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.common.units import EMBED, HEAD, OUTER, block
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
-from horizon_lm.units import EMBED, HEAD, OUTER, block
 from tests.support.schedule_proofs import (
     check,
     each_wait,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Op, Schedule, ScheduleError, Stream, Wait, uses
 from horizon_lm.schedule.simulate import Cost, Rates, Timeline, simulate, step_seconds
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 from tests.support.thinned_cases import thinned
 
 RATES = Rates(link_in=10.0, link_out=5.0, host=20.0)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.common.units import HEAD, OUTER, Unit, block, tile
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Kind, Schedule, Stream
-from horizon_lm.units import HEAD, OUTER, Unit, block, tile
 from tests.support.schedule_proofs import (
     check,
     each_wait,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import horizon_lm
+from horizon_lm.common.units import block
+from horizon_lm.runs.training.tracing import Tracing
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Span, Trace, exposed_seconds
-from horizon_lm.training.tracing import Tracing
-from horizon_lm.units import block
 
 
 def _span(kind: Kind, stream: Stream, start: float, end: float, reached: float | None = None) -> Span:

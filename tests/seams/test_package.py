@@ -5,7 +5,8 @@ import inspect
 import pytest
 
 import horizon_lm
-from horizon_lm import config, errors
+from horizon_lm import errors
+from horizon_lm.runs import config
 
 ERRORS = [
     name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception | Warning)

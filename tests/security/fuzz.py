@@ -17,20 +17,20 @@ from pathlib import Path
 
 import xxhash
 
-from horizon_lm.checkpoints.manifest import FORMAT, VERSION, read_manifest, verify
-from horizon_lm.config.load import read_run_config
-from horizon_lm.config.translate import translate_file
-from horizon_lm.data.sources import read_rows
+from horizon_lm.common.gguf_header import read_gguf_header
+from horizon_lm.common.run_folders import MANIFEST
 from horizon_lm.errors import HorizonError
-from horizon_lm.gguf_header import read_gguf_header
 from horizon_lm.model.config_limits import require_sane_config
-from horizon_lm.objective.reference import PairFile
+from horizon_lm.model.files.checkpoint_reader import Checkpoint
+from horizon_lm.model.files.weight_files import read_headers
 from horizon_lm.planning.arithmetic.catalog import published, read_profile
-from horizon_lm.report.page import write_report
-from horizon_lm.report.run_files import PLAN, SETTINGS, load_run
-from horizon_lm.run_folders import MANIFEST
-from horizon_lm.store.checkpoint_reader import Checkpoint
-from horizon_lm.store.weight_files import read_headers
+from horizon_lm.runs.checkpoints.manifest import FORMAT, VERSION, read_manifest, verify
+from horizon_lm.runs.config.load import read_run_config
+from horizon_lm.runs.data.sources import read_rows
+from horizon_lm.runs.objective.reference import PairFile
+from horizon_lm.runs.run_files import PLAN, SETTINGS, load_run
+from horizon_lm.tools.report.page import write_report
+from horizon_lm.tools.translate import translate_file
 from tests.report import report_run
 from tests.support.changed_bytes import changed_bytes
 

@@ -110,9 +110,9 @@ class Folders:
 
     def read_model(self, folder: Path) -> None:
         """Read all that a run reads of a model before it reads the rows, and encode a text."""
-        from horizon_lm.config import SftConfig
-        from horizon_lm.planning.admission.inputs import fetch_source
-        from horizon_lm.training.setup import check_weights, load_tokenizer
+        from horizon_lm.runs.admission.inputs import fetch_source
+        from horizon_lm.runs.config import SftConfig
+        from horizon_lm.runs.training.setup import check_weights, load_tokenizer
 
         config = SftConfig(model_name_or_path=str(folder), datasets=str(self.rows))
         model = fetch_source(config).model
@@ -126,10 +126,10 @@ class Folders:
 
     def read_settings(self, folder: Path) -> None:
         """Read a run file as each command does."""
-        from horizon_lm.config.load import read_run_config
-        from horizon_lm.config.translate import translate_file
         from horizon_lm.errors import HorizonError
-        from horizon_lm.report.run_files import load_run
+        from horizon_lm.runs.config.load import read_run_config
+        from horizon_lm.runs.run_files import load_run
+        from horizon_lm.tools.translate import translate_file
 
         for reader in (read_run_config, translate_file):
             try:

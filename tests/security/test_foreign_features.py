@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from horizon_lm.config import DatasetConfig
-from horizon_lm.data.foreign_tables import read_hub
+from horizon_lm.runs.config import DatasetConfig
+from horizon_lm.runs.data.foreign_tables import read_hub
 from tests.e2e.command import run
 from tests.security.costs import cost_of
 from tests.security.fake_hub import NAME, hub_with

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from horizon_lm.common.gguf_header import read_gguf_header
 from horizon_lm.errors import ConfigError
-from horizon_lm.gguf_header import read_gguf_header
 from horizon_lm.model.gguf_weights import load_gguf
 from horizon_lm.model.hf_config import load_config
 

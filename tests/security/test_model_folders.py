@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from horizon_lm.config import RunConfig, SftConfig
 from horizon_lm.errors import HorizonError
-from horizon_lm.planning.admission.inputs import fetch_source
-from horizon_lm.training.setup import check_weights, load_tokenizer
+from horizon_lm.runs.admission.inputs import fetch_source
+from horizon_lm.runs.config import RunConfig, SftConfig
+from horizon_lm.runs.training.setup import check_weights, load_tokenizer
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.security.folder_edits import Edit, changed, link, text

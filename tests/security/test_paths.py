@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from horizon_lm.common.paths import may_be_on_hub, require_inside
+from horizon_lm.common.visible import visible
 from horizon_lm.errors import ConfigError
+from horizon_lm.model.files.checkpoint_reader import Checkpoint
 from horizon_lm.model.hf_config import load_config
 from horizon_lm.model.hub import local_folder
-from horizon_lm.paths import may_be_on_hub, require_inside
-from horizon_lm.store.checkpoint_reader import Checkpoint
-from horizon_lm.visible import visible
 from tests.e2e import tiny
 
 

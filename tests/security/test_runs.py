@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.config.yaml_file import read_yaml
+from horizon_lm.runs.config.yaml_file import read_yaml
 from tests.e2e import tiny
 from tests.e2e.command import run
 

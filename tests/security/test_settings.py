@@ -10,13 +10,13 @@ import pytest
 import typer
 
 from horizon_lm.cli import _COMMANDS
-from horizon_lm.config.datasets import DatasetConfig
-from horizon_lm.config.load import as_config, read_run_config
-from horizon_lm.config.run import SCHEMAS
-from horizon_lm.config.training import TrainingSettings
-from horizon_lm.config.types import Settings
 from horizon_lm.errors import ConfigError
-from horizon_lm.training.optimizer import require_sane_schedule
+from horizon_lm.runs.config.datasets import DatasetConfig
+from horizon_lm.runs.config.load import as_config, read_run_config
+from horizon_lm.runs.config.run import SCHEMAS
+from horizon_lm.runs.config.training import TrainingSettings
+from horizon_lm.runs.config.types import Settings
+from horizon_lm.runs.training.optimizer import require_sane_schedule
 from tests.e2e import tiny
 from tests.e2e.command import run
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from horizon_lm.data import template_limits
-from horizon_lm.data.template_limits import _SERVER, limit_templates
 from horizon_lm.errors import ConfigError
+from horizon_lm.runs.data import template_limits
+from horizon_lm.runs.data.template_limits import _SERVER, limit_templates
 from tests.e2e import tiny
 from tests.e2e.command import run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from horizon_lm.cli import common
-from horizon_lm.resources import threads_left
+from horizon_lm.common.resources import threads_left
 from tests.e2e.command import run
 
 STATUS = "Name:\tpython\nUid:\t{user}\t0\t0\t0\nThreads:\t{threads}\nCapEff:\t{capabilities:016x}\n"

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from horizon_lm.ranges import Span, consecutive, joined, length, overlap, pieces, runs
+from horizon_lm.common.ranges import Span, consecutive, joined, length, overlap, pieces, runs
 
 
 def numbers(*parts: slice) -> list[int]:

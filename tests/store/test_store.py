@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
-from horizon_lm.arena import Arena
-from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
+from horizon_lm.common.constants import PAGE, SLAB_ALIGNMENT
 from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError
-from horizon_lm.layout.slabs import SlabLayout
-from horizon_lm.store.precision import join_master, split_master
+from horizon_lm.memory.arena import Arena
+from horizon_lm.memory.layout.slabs import SlabLayout
+from horizon_lm.memory.precision import join_master, split_master
 from tests.support import tiny_models
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.disk import Disk
+from horizon_lm.common.disk import Disk
 
 
 class FailingDisk(Disk):

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
-from horizon_lm.layout.model import ModelLayout
-from horizon_lm.layout.ranks import WHOLE
-from horizon_lm.layout.units import StorageLayout, UnitLayout
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
+from horizon_lm.memory.layout.model import ModelLayout
+from horizon_lm.memory.layout.ranks import WHOLE
+from horizon_lm.memory.layout.units import StorageLayout, UnitLayout
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.outline import BlockKind, Footprint, HeadCosts, Linear, ModelOutline, Work
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 # The shape of Qwen2.5-7B.
 BLOCK, TABLE, HIDDEN, VOCABULARY, ATTENTION = 233_057_792, 152_064 * 3584, 3584, 152_064, 3584

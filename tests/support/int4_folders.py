@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from horizon_lm.codecs.int4 import Int4
+from horizon_lm.memory.codecs.int4 import Int4
 from tests.support import tiny_models
 from tests.support.quantized_tensors import published
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import horizon_lm
-from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.common.constants import DEVICE_MARGIN
 from tests.support.threaded_device import ThreadedDevice
 
 

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 import horizon_lm
+from horizon_lm.common.optimizers import OPTIMIZERS
+from horizon_lm.common.units import EMBED, HEAD, OUTER, block
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
-from horizon_lm.optimizers import OPTIMIZERS
 from horizon_lm.planning.arithmetic.choose import choose
 from horizon_lm.planning.arithmetic.device_memory import device_use
 from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.request import Machine, Request
 from horizon_lm.planning.measure.model_outline import outline_model
-from horizon_lm.units import EMBED, HEAD, OUTER, block
 from tests.support import tiny_models
 
 HERE = Machine("here", True, None)

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import DatasetConfig
-from horizon_lm.config.run import SCHEMAS
-from horizon_lm.data.chat_template import TokenizedConversation
-from horizon_lm.data.conversations import Conversation
-from horizon_lm.data.preprocess import ROWS_INSPECTED, PreprocessConfig, pack_rows, prepare
-from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.runs.config import DatasetConfig
+from horizon_lm.runs.config.run import SCHEMAS
+from horizon_lm.runs.data.chat_template import TokenizedConversation
+from horizon_lm.runs.data.conversations import Conversation
+from horizon_lm.runs.data.preprocess import ROWS_INSPECTED, PreprocessConfig, pack_rows, prepare
+from horizon_lm.runs.training.rows import RunData, load_data
 from tests.e2e.tiny import CHATML, build_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Who?\nNow"}, {"role": "assistant", "content": "The keeper."}

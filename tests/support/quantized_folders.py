@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
-from horizon_lm.codecs.fp8 import Fp8
-from horizon_lm.codecs.mxfp4 import Mxfp4
+from horizon_lm.memory.codecs.fp8 import Fp8
+from horizon_lm.memory.codecs.mxfp4 import Mxfp4
 from tests.support import int4_folders, tiny_models
 from tests.support.quantized_tensors import published as components_of
 

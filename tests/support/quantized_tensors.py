@@ -2,12 +2,12 @@
 
 import torch
 
-from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.bnb4bit import Bnb4Bit
-from horizon_lm.codecs.fp8 import Fp8
-from horizon_lm.codecs.int4 import Int4
-from horizon_lm.codecs.mxfp4 import Mxfp4
-from horizon_lm.codecs.stack import Stack
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.memory.codecs.bnb4bit import Bnb4Bit
+from horizon_lm.memory.codecs.fp8 import Fp8
+from horizon_lm.memory.codecs.int4 import Int4
+from horizon_lm.memory.codecs.mxfp4 import Mxfp4
+from horizon_lm.memory.codecs.stack import Stack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES: dict[str, tuple[Codec, tuple[int, ...]]] = {

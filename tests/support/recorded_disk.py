@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horizon_lm.disk import Disk
+from horizon_lm.common.disk import Disk
 
 Tree = dict[str, bytes]  # the contents of files, by their path
 Names = dict[str, Any]  # the files and folders in a folder; in a change, None for a name that is gone

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Schedule, Stream, Wait
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 # Maximum number of buffers of each kind, which must not depend on the number of blocks.
 # HOST_LANDING: two for blocks, then HEAD, EMBED and OUTER.

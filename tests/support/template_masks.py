@@ -11,9 +11,9 @@ import jinja2
 import numpy as np
 import trl
 
-from horizon_lm.data.chat_template import ChatRenderer
-from horizon_lm.data.conversations import Conversation, RowError
-from horizon_lm.data.template_coverage import argument_variants
+from horizon_lm.runs.data.chat_template import ChatRenderer
+from horizon_lm.runs.data.conversations import Conversation, RowError
+from horizon_lm.runs.data.template_coverage import argument_variants
 from tests.e2e.tiny import build_tokenizer
 
 _CALL = {"type": "function", "function": {"name": "count", "arguments": {"of": "stars"}}}

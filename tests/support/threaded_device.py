@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from horizon_lm.codecs.base import Codec
 from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.cpu import CpuDevice, HostLink
 from horizon_lm.device.transfers import Link
+from horizon_lm.memory.codecs.base import Codec
 from horizon_lm.schedule.ops import Stream
 from tests.support.tensor_memory import StorageMeter
 

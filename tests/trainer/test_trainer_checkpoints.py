@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import horizon_lm
-from horizon_lm.disk import Disk
+from horizon_lm.common.disk import Disk
 from horizon_lm.errors import ConfigError
 from tests.seams.compare import difference
 from tests.support import tiny_models

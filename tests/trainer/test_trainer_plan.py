@@ -9,13 +9,13 @@ from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 import horizon_lm
+from horizon_lm.common.quantities import format_bytes, format_seconds
 from horizon_lm.errors import ConfigError, DoesNotFitError, StreamingError
 from horizon_lm.integrations import trainer_plan
 from horizon_lm.integrations.trainer_plan import TrainerPlan
-from horizon_lm.layout.slabs import padded
-from horizon_lm.planning.admission.this_machine import this_machine
+from horizon_lm.memory.layout.slabs import padded
 from horizon_lm.planning.arithmetic.request import Limit
-from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.runs.admission.this_machine import this_machine
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.doctor.other_programs import CoreUse, cores_of_others, missing_cores
-from horizon_lm.training import busy_cores
-from horizon_lm.training.busy_cores import BusyCores
+from horizon_lm.common.other_programs import CoreUse, cores_of_others, missing_cores
+from horizon_lm.runs.training import busy_cores
+from horizon_lm.runs.training.busy_cores import BusyCores
 
 START = CoreUse("one", 8, 8, 1000.0, 100.0, 0.0)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.training.callback_state import restore_callbacks, tracker_environment
+from horizon_lm.runs.training.callback_state import restore_callbacks, tracker_environment
 
 SAVED = {"trackers": {"wandb": "one", "mlflow": "two"}}
 

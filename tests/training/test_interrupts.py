@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from horizon_lm.training.interrupts import Interrupts, _Phase
+from horizon_lm.runs.training.interrupts import Interrupts, _Phase
 
 
 @pytest.mark.parametrize(

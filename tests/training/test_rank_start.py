@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.training import ranks
-from horizon_lm.training.setup import choose_device
+from horizon_lm.runs.training import ranks
+from horizon_lm.runs.training.setup import choose_device
 
 VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 

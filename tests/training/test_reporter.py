@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from horizon_lm.training import reporter
-from horizon_lm.training.line_file import LineFile
-from horizon_lm.training.metrics_text import format_line
+from horizon_lm.runs.training import reporter
+from horizon_lm.runs.training.line_file import LineFile
+from horizon_lm.runs.training.metrics_text import format_line
 
 LINE: dict[str, Any] = {
     "step": 4, "epoch": 0.5, "loss": 1.25, "grad_norm": 2.0, "learning_rate": 1e-5, "trained_tokens_per_second": 10.0,

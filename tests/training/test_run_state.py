@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.training.best_model import BestModel
-from horizon_lm.training.run_state import ResumePoint, RunState, Value
-from horizon_lm.training.spikes import Spikes
+from horizon_lm.runs.training.best_model import BestModel
+from horizon_lm.runs.training.run_state import ResumePoint, RunState, Value
+from horizon_lm.runs.training.spikes import Spikes
 
 
 def point(**state: Any) -> ResumePoint:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from horizon_lm.config.load import as_config
-from horizon_lm.training import second_place
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.training import second_place
 
 
 def test_folders_in_memory_are_left_out_beside_one_that_cannot_be_reached(

@@ -19,9 +19,9 @@ from horizon_lm.cli.common import (
     without_garbage_collection,
 )
 from horizon_lm.cli.leaving import flush_stdout, leave
+from horizon_lm.common.signals import interrupt_on_stop_signals
+from horizon_lm.common.visible import visible
 from horizon_lm.errors import EXIT_CODES
-from horizon_lm.signals import interrupt_on_stop_signals
-from horizon_lm.visible import visible
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # libraries read it when they are imported
 

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from horizon_lm.cli.common import exits
+from horizon_lm.common.paths import near_path
+from horizon_lm.common.quantities import format_bytes
+from horizon_lm.common.visible import visible
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.paths import near_path
-from horizon_lm.quantities import format_bytes
-from horizon_lm.visible import visible
 
 
 @exits
@@ -18,8 +18,8 @@ def checkpoints(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run, or one checkpoint.")],
     quick: Annotated[bool, typer.Option("--quick", help="Compare sizes only, without reading the files.")] = False,
 ) -> None:
-    from horizon_lm.checkpoints.manifest import read_manifest, verify
-    from horizon_lm.run_folders import MANIFEST, is_checkpoint
+    from horizon_lm.common.run_folders import MANIFEST, is_checkpoint
+    from horizon_lm.runs.checkpoints.manifest import read_manifest, verify
 
     found = [folder] if is_checkpoint(folder) else sorted(folder.glob("checkpoint-*"), key=_step)
     if not folder.is_dir():

@@ -16,15 +16,15 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 
 import horizon_lm
+from horizon_lm.common.gguf_header import read_gguf_header
+from horizon_lm.common.near_misses import closest_setting
+from horizon_lm.common.paths import exists
+from horizon_lm.common.quantities import parse_size
+from horizon_lm.common.resources import threads_left, usable_cores
+from horizon_lm.common.run_folders import require_model_folder
+from horizon_lm.common.signals import arrived_signal
+from horizon_lm.common.visible import fitted
 from horizon_lm.errors import ConfigError, HorizonError, InterruptedRunError
-from horizon_lm.gguf_header import read_gguf_header
-from horizon_lm.near_misses import closest_setting
-from horizon_lm.paths import exists
-from horizon_lm.quantities import parse_size
-from horizon_lm.resources import threads_left, usable_cores
-from horizon_lm.run_folders import require_model_folder
-from horizon_lm.signals import arrived_signal
-from horizon_lm.visible import fitted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,8 +93,8 @@ def require_options(command: str, arguments: Sequence[str], options: Iterable[st
     """Raise ConfigError if an argument is neither a setting of runs nor an option of the command, but similar to an option,
     or the option by which other trainers take a run file.
     """
-    from horizon_lm.config.run import SCHEMAS
-    from horizon_lm.config.translate.tables import remedies
+    from horizon_lm.runs.config.foreign.tables import remedies
+    from horizon_lm.runs.config.run import SCHEMAS
 
     own = {option.removeprefix("--").replace("-", "_"): option for option in options}
     settings = {name for schema in SCHEMAS.values() for name in schema.model_fields}
@@ -141,7 +141,7 @@ def run_arguments(tokens: Iterable[str] | None, **options: str | None) -> tuple[
     Raises:
         ConfigError: what stands in the place of the run file is no file, and not named like one.
     """
-    from horizon_lm.config.load import split_arguments
+    from horizon_lm.runs.config.load import split_arguments
 
     path, overrides = split_arguments(list(tokens or ()))
     if path is not None and not path.endswith((".yaml", ".yml")) and (Path(path).is_dir() or not exists(path)):
@@ -199,11 +199,11 @@ def find_model(
     Raises:
         ConfigError: ``name`` or ``base`` is not found or no model, or there is no such device or no tokenizer.
     """
-    from horizon_lm.data.tokenizer_opening import open_tokenizer
     from horizon_lm.engine.opening.model_opening import OpenRequest
     from horizon_lm.model.adapters import Adapters
     from horizon_lm.model.hub import local_folder
-    from horizon_lm.training.setup import choose_device
+    from horizon_lm.runs.data.tokenizer_opening import open_tokenizer
+    from horizon_lm.runs.training.setup import choose_device
 
     if exists(name):
         require_model_folder(Path(name).expanduser())

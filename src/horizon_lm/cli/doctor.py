@@ -30,20 +30,20 @@ def doctor(
     import json
     from dataclasses import asdict
 
-    from horizon_lm.doctor.profile import check_folder, check_writable, keep
     from horizon_lm.planning.arithmetic.catalog import own_profile_path
+    from horizon_lm.tools.doctor.profile import check_folder, check_writable, keep
 
     chosen = None if output is None else file_to_write(output, "the profile is JSON", ".json")
     path = None if no_save else chosen or own_profile_path()
     check_folder(folder)
     if path is not None:
         check_writable(path)
-    from horizon_lm.doctor.machine import describe_machine
-    from horizon_lm.doctor.other_programs import CoreUse, cores_of_others, missing_cores
-    from horizon_lm.doctor.profile import describe_profile, measure_machine, section
-    from horizon_lm.doctor.timing import Rounds
+    from horizon_lm.common.other_programs import CoreUse, cores_of_others, missing_cores
     from horizon_lm.engine.opening.options import open_device
-    from horizon_lm.training.setup import choose_device
+    from horizon_lm.runs.training.setup import choose_device
+    from horizon_lm.tools.doctor.machine import describe_machine
+    from horizon_lm.tools.doctor.profile import describe_profile, measure_machine, section
+    from horizon_lm.tools.doctor.timing import Rounds
 
     name = choose_device(device)
     if name.partition(":")[0] not in ("cpu", "cuda"):

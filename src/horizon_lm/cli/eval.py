@@ -12,9 +12,9 @@ import typer
 
 from horizon_lm.cli import common
 from horizon_lm.cli.outputs import file_to_write
+from horizon_lm.common.paths import near_path
+from horizon_lm.common.visible import visible
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.paths import near_path
-from horizon_lm.visible import visible
 
 
 def load_tasks(names: Sequence[str]) -> list[Any]:
@@ -53,7 +53,7 @@ def load_tasks(names: Sequence[str]) -> list[Any]:
 
 def require_template(tokenizer: Any) -> None:
     """Raise ConfigError if a tokenizer has no chat template, or one that rejects a question."""
-    from horizon_lm.training.samples import prompt_inputs
+    from horizon_lm.runs.training.samples import prompt_inputs
 
     if tokenizer.chat_template is None:
         raise ConfigError("--apply-chat-template: the tokenizer has no chat template; remove the option")

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.checkpoints.new_folder import require_new
 from horizon_lm.cli import common, outputs
 from horizon_lm.errors import ConfigError
+from horizon_lm.runs.checkpoints.new_folder import require_new
 
 
 @common.exits
@@ -42,7 +42,7 @@ def export(
     if format == "gguf":
         target = folder.expanduser() if folder.suffix == ".gguf" else outputs.new_folder(folder)
         require_new(target)
-        from horizon_lm.checkpoints.gguf_export import export_gguf, file_of
+        from horizon_lm.tools.gguf.export import export_gguf, file_of
 
         exported, file = export_gguf(checkpoint, target, dtype), file_of(target)
         common.print_written(file, options=f" --gguf-file {file.name}")
@@ -50,7 +50,7 @@ def export(
             print(f"note: {note}")
         return
     folder = outputs.new_folder(folder, remedy=", or add --format gguf" if folder.suffix == ".gguf" else "")
-    from horizon_lm.checkpoints.export import export_checkpoint
+    from horizon_lm.runs.checkpoints.export import export_checkpoint
 
     export_checkpoint(checkpoint, folder, dtype, max_shard_size, trust_remote_code)
     common.print_written(folder, options=" --trust-remote-code" if trust_remote_code else "")

@@ -35,7 +35,7 @@ def generate(
         raise ConfigError("PROMPT is empty")
     common.require_gguf(model, base, gguf_file)
     from horizon_lm.engine.opening.model_opening import open_model  # imports torch, which takes seconds
-    from horizon_lm.training.samples import prompt_inputs
+    from horizon_lm.runs.training.samples import prompt_inputs
 
     request, tokenizer = common.find_model(
         model, base, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
@@ -49,10 +49,10 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
     import torch
     from transformers import TextStreamer
 
+    from horizon_lm.common.visible import visible
     from horizon_lm.engine.streamed import forward_of
     from horizon_lm.model.generation import Generation, generation_settings
-    from horizon_lm.training.samples import padding_id
-    from horizon_lm.visible import visible
+    from horizon_lm.runs.training.samples import padding_id
 
     class VisibleStreamer(TextStreamer):  # type: ignore[misc]
         """Print an answer with control characters as their escapes."""

@@ -25,12 +25,12 @@ def init(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Add all other settings, commented out.")] = False,
 ) -> None:
-    from horizon_lm.config.run import SCHEMAS
-    from horizon_lm.config.text import START_HEADING, START_VALUES, start_file
-    from horizon_lm.config.translate import translate_file
+    from horizon_lm.common.quantities import counted
+    from horizon_lm.common.visible import visible
     from horizon_lm.errors import ConfigError
-    from horizon_lm.quantities import counted
-    from horizon_lm.visible import visible
+    from horizon_lm.runs.config.run import SCHEMAS
+    from horizon_lm.runs.config.text import START_HEADING, START_VALUES, start_file
+    from horizon_lm.tools.translate import translate_file
 
     if objective is not None and objective not in SCHEMAS:
         raise ConfigError(f"{objective!r} is not an objective; choose one of {', '.join(SCHEMAS)}")

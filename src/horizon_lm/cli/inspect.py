@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from horizon_lm.cli.common import Model, exits, run_argument, run_arguments
-from horizon_lm.config.load import read_run_config
+from horizon_lm.runs.config.load import read_run_config
 
 
 @exits
@@ -17,7 +17,7 @@ def inspect(
     rows: Annotated[int, typer.Option(min=1, help="Rows to show of each batch.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics and findings as JSON.")] = False,
 ) -> None:
-    from horizon_lm.training.early_mistakes import mistakes_in_rows
+    from horizon_lm.runs.training.early_mistakes import mistakes_in_rows
 
     config = read_run_config(*run_arguments(run, model=model), checks=mistakes_in_rows)
     from horizon_lm.cli.inspection import inspect_run, show  # imports torch, which takes seconds

@@ -9,18 +9,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from horizon_lm.config import RunConfig
-from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.data.batch import Batch
-from horizon_lm.data.findings import reject_errors
-from horizon_lm.data.tokenize import RowFlag
+from horizon_lm.common.constants import IGNORE_INDEX
+from horizon_lm.common.quantities import counted
+from horizon_lm.common.visible import visible
 from horizon_lm.model.positions import positions_of
-from horizon_lm.planning.admission.inputs import fetch_source
-from horizon_lm.quantities import counted
-from horizon_lm.training.rows import RunData, load_data
-from horizon_lm.training.samples import end_line
-from horizon_lm.training.setup import load_tokenizer
-from horizon_lm.visible import visible
+from horizon_lm.runs.admission.inputs import fetch_source
+from horizon_lm.runs.config import RunConfig
+from horizon_lm.runs.data.batch import Batch
+from horizon_lm.runs.data.findings import reject_errors
+from horizon_lm.runs.data.tokenize import RowFlag
+from horizon_lm.runs.training.rows import RunData, load_data
+from horizon_lm.runs.training.samples import end_line
+from horizon_lm.runs.training.setup import load_tokenizer
 
 _TRAINED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
 

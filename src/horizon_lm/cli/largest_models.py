@@ -6,17 +6,17 @@ from typing import Any
 from horizon_lm.cli.common import run_arguments
 from horizon_lm.cli.plan_arguments import Size, other_hardware, read_amounts
 from horizon_lm.cli.planned_run import own_shard, place_run
-from horizon_lm.config import RunConfig
-from horizon_lm.config.load import parse_overrides, read_run_config
+from horizon_lm.common.optimizers import OPTIMIZERS
+from horizon_lm.common.quantities import counted, format_bytes
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.known_models import KnownModel, known_models
 from horizon_lm.model.routed_experts import num_experts
-from horizon_lm.optimizers import OPTIMIZERS
-from horizon_lm.planning.admission.inputs import Source, open_source
-from horizon_lm.planning.admission.run_plan import plan_run
 from horizon_lm.planning.arithmetic.host_memory import SAVED_BYTES
 from horizon_lm.planning.arithmetic.request import Machine
-from horizon_lm.quantities import counted, format_bytes
+from horizon_lm.runs.admission.inputs import Source, open_source
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.config import RunConfig
+from horizon_lm.runs.config.load import parse_overrides, read_run_config
 
 MODES: dict[str, dict[str, str]] = {
     "fp32_master": {"precision": "fp32_master", "moments": "float32", "update_in_backward": "false"},

@@ -23,7 +23,7 @@ def merge(
     remedy = f"; then horizon-lm export FOLDER {folder} --format gguf" if folder.suffix == ".gguf" else ""
     folder = outputs.new_folder(folder, remedy=remedy)
     common.require_written(dtype, max_shard_size)
-    from horizon_lm.checkpoints.merge import merge_adapter
+    from horizon_lm.tools.merge import merge_adapter
 
     merge_adapter(adapter, folder, common.find_base(model), dtype, max_shard_size, trust_remote_code)
     common.print_written(folder, options=" --trust-remote-code" if trust_remote_code else "")

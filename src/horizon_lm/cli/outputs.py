@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from horizon_lm.checkpoints.new_folder import require_new
+from horizon_lm.common.paths import FILE_SUFFIXES
 from horizon_lm.errors import ConfigError
-from horizon_lm.paths import FILE_SUFFIXES
+from horizon_lm.runs.checkpoints.new_folder import require_new
 
 
 def new_folder(path: Path, remedy: str = "") -> Path:

@@ -12,12 +12,12 @@ from horizon_lm.cli import common
 from horizon_lm.cli.common import exits, without_garbage_collection
 from horizon_lm.cli.names import name_lines
 from horizon_lm.cli.plan_arguments import Size, other_hardware, read_amounts, read_arguments
+from horizon_lm.common.visible import announced, fitted
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.arithmetic.catalog import published
 from horizon_lm.planning.arithmetic.energy import Prices, energy_as_json, energy_lines
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.render import detail_lines, plan_as_json, plan_lines
-from horizon_lm.visible import announced, fitted
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def plan(
     config, hardware = read_arguments(run or [], model, device, host_memory)
     with announced("planning..."), without_garbage_collection():
         from horizon_lm.cli.planned_run import alternative_as_json, plan_each
-        from horizon_lm.planning.admission.run_plan import does_not_fit
+        from horizon_lm.runs.admission.run_plan import does_not_fit
 
         with _without_advice():
             result, *others = plan_each(config, hardware, size)

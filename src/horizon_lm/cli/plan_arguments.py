@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horizon_lm.cli.common import read_size, run_arguments
-from horizon_lm.config import RunConfig
-from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.arithmetic.catalog import Hardware, find_profile
-from horizon_lm.training.early_mistakes import mistakes_in_plan
+from horizon_lm.runs.config import RunConfig
+from horizon_lm.runs.config.load import parse_overrides, read_run_config
+from horizon_lm.runs.training.early_mistakes import mistakes_in_plan
 
 
 @dataclass(frozen=True, slots=True)

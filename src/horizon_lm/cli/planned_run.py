@@ -5,25 +5,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from horizon_lm.cli.plan_arguments import Size
-from horizon_lm.config import RunConfig
-from horizon_lm.constants import LANGUAGE_MODEL
+from horizon_lm.common.constants import LANGUAGE_MODEL
 from horizon_lm.errors import HorizonError, QuantizedWeightsError
-from horizon_lm.layout.ranks import WHOLE, Shard
+from horizon_lm.memory.layout.ranks import WHOLE, Shard
+from horizon_lm.model.files.checkpoint_reader import Checkpoint
 from horizon_lm.model.folder import code_remedy
 from horizon_lm.model.known_models import find_known
-from horizon_lm.planning.admission.inputs import Source, open_source
-from horizon_lm.planning.admission.remedies import remedies_of
-from horizon_lm.planning.admission.run_plan import plan_run
-from horizon_lm.planning.admission.this_machine import other_machine, this_machine
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.remedies import Remedy
 from horizon_lm.planning.arithmetic.request import Machine, Saves
-from horizon_lm.store.checkpoint_reader import Checkpoint
-from horizon_lm.training.intervals import Intervals
-from horizon_lm.training.ranks import mesh_shape, reject_unsupported
-from horizon_lm.training.rows import estimate_sampler
-from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
+from horizon_lm.runs.admission.inputs import Source, open_source
+from horizon_lm.runs.admission.remedies import remedies_of
+from horizon_lm.runs.admission.run_plan import plan_run
+from horizon_lm.runs.admission.this_machine import other_machine, this_machine
+from horizon_lm.runs.config import RunConfig
+from horizon_lm.runs.training.intervals import Intervals
+from horizon_lm.runs.training.ranks import mesh_shape, reject_unsupported
+from horizon_lm.runs.training.rows import estimate_sampler
+from horizon_lm.runs.training.setup import check_weights, choose_device, load_tokenizer
 
 _ELSEWHERE = ", or plan for another machine, such as --device h200 (horizon-lm plan --list names them)"
 # The settings of the two ways to train a model with quantized weights.
@@ -140,7 +140,7 @@ def _load_as_training_does(run: RunConfig, source: Source) -> tuple[Sequence[obj
     """
     import datasets
 
-    from horizon_lm.data.trl_compat import training_template
+    from horizon_lm.runs.data.trl_compat import training_template
 
     if source.model.folder is None:  # a plan downloads nothing
         return (datasets,), None, []

@@ -7,7 +7,7 @@ import typer
 
 from horizon_lm.cli.common import exits
 from horizon_lm.cli.outputs import file_to_write
-from horizon_lm.visible import visible
+from horizon_lm.common.visible import visible
 
 
 @exits
@@ -20,7 +20,7 @@ def report(
 ) -> None:
     folder = run_folder.expanduser()
     page = folder / "report.html" if output is None else file_to_write(output, "the page is HTML", ".html")
-    from horizon_lm.report.page import write_report
+    from horizon_lm.tools.report.page import write_report
 
     write_report(folder, page)
     print(visible(f"report: {page}"))

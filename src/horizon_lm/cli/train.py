@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from horizon_lm.cli.common import Model, exits, run_argument, run_arguments
-from horizon_lm.visible import announced
+from horizon_lm.common.visible import announced
 
 
 @exits
@@ -19,9 +19,9 @@ def train(
     model: Model = None,
     settings: Annotated[bool, typer.Option("--settings", help="List all settings with their defaults.")] = False,
 ) -> None:
-    from horizon_lm.config.load import read_run_config
-    from horizon_lm.config.text import describe_settings
-    from horizon_lm.training.early_mistakes import mistakes_in_run
+    from horizon_lm.runs.config.load import read_run_config
+    from horizon_lm.runs.config.text import describe_settings
+    from horizon_lm.runs.training.early_mistakes import mistakes_in_run
 
     if settings:
         print(describe_settings())
@@ -33,5 +33,5 @@ def train(
         starting = failing_together()
     with starting:
         config = read_run_config(*run_arguments(run, model=model), checks=mistakes_in_run)
-        from horizon_lm.training.train import train as run_training
+        from horizon_lm.runs.training.train import train as run_training
     run_training(config)

@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.resources import usable_cores
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates, start_thread
 from horizon_lm.device.task_states import Event, TaskStates
 from horizon_lm.device.transfers import Link
-from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Trace
 

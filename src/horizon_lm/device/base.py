@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
-from horizon_lm.codecs.base import Codec
+from horizon_lm.common.quantities import format_bytes
+from horizon_lm.common.streaming_options import SMALLER_BATCHES
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.errors import DeviceMemoryError
-from horizon_lm.quantities import format_bytes
+from horizon_lm.memory.codecs.base import Codec
 from horizon_lm.schedule.ops import Op
 from horizon_lm.schedule.trace import Trace
-from horizon_lm.streaming_options import SMALLER_BATCHES
 
 
 @dataclass(eq=False, slots=True)

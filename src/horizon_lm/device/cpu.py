@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from horizon_lm.arena import Arena, as_array
-from horizon_lm.codecs.base import Codec
+from horizon_lm.common.ranges import pieces
+from horizon_lm.common.resources import usable_cores
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
-from horizon_lm.ranges import pieces
-from horizon_lm.resources import usable_cores
+from horizon_lm.memory.arena import Arena, as_array
+from horizon_lm.memory.codecs.base import Codec
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
 
@@ -46,7 +46,7 @@ class HostLink:
             wait([each for each in begun if not each.cancel()])
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
-        from horizon_lm.kernels.host_decoding import decode
+        from horizon_lm.memory.kernels.host_decoding import decode
 
         def run(part: tuple[dict[str, torch.Tensor], torch.Tensor]) -> None:
             components, place = part
@@ -64,14 +64,14 @@ class HostLink:
         return
 
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
-        from horizon_lm.kernels.gradients import landing_kernel
+        from horizon_lm.memory.kernels.gradients import landing_kernel
 
         kernel = landing_kernel(dtype_name(destination), dtype_name(source), add)
         target, values = as_array(destination), as_array(source)
         return self._land(lambda piece: kernel(target[piece], values[piece]), len(target), _LANDED_ELEMENTS)
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
-        from horizon_lm.kernels.gradients import rows_kernel
+        from horizon_lm.memory.kernels.gradients import rows_kernel
 
         kernel = rows_kernel(dtype_name(table), add)
         # target (V, H), values (R, H), indices (R,)

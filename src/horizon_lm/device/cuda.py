@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from horizon_lm.arena import Arena
-from horizon_lm.codecs.base import Codec
+from horizon_lm.common.quantities import counted, format_bytes
 from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Meter
 from horizon_lm.device.cuda_link import LINK_SCRATCH_BYTES, CudaLink, DeviceLink, packed_bytes
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import Link
 from horizon_lm.errors import ConfigError, PageLockWarning, warn
-from horizon_lm.kernels.decoding import warm_up
-from horizon_lm.quantities import counted, format_bytes
+from horizon_lm.memory.arena import Arena
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.memory.kernels.decoding import warm_up
 from horizon_lm.schedule.ops import Stream
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from horizon_lm.codecs.base import Codec
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import SquaredNorm
-from horizon_lm.kernels.decoding import decode, has_triton
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.memory.kernels.decoding import decode, has_triton
 
 _PIECE_ELEMENTS = 1 << 24  # elements converted or squared in one operation
 _PACKED_BYTES = 1 << 24  # codes and scales that are decoded at once by Triton's kernels, which need no other memory

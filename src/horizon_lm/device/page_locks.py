@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from horizon_lm.constants import PAGE
+from horizon_lm.common.constants import PAGE
 
 REGISTER_PIECE = 64 * 2**30  # one registration of 512 GiB or more fails on recent drivers (LMCache#5177)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from horizon_lm.codecs.base import Codec
+from horizon_lm.memory.codecs.base import Codec
 
 SquaredNorm = Any  # a sum of squares: a number, or a one-element tensor that a device is still computing
 Report = Callable[[SquaredNorm], None]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from horizon_lm.constants import COLLECTIVE_BYTES
+from horizon_lm.common.constants import COLLECTIVE_BYTES
+from horizon_lm.common.ranges import between, length, overlap
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.distributed.lost import noticing_lost_ranks
-from horizon_lm.layout.buffers import sum_buffers
-from horizon_lm.ranges import between, length, overlap
+from horizon_lm.memory.layout.buffers import sum_buffers
 
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.resources import limit_cores, usable_cores
+from horizon_lm.common.resources import limit_cores, usable_cores
 
 _PCI = Path("/sys/bus/pci/devices")
 

@@ -15,7 +15,7 @@ from horizon_lm.distributed.collectives import Group, ReduceGroups
 from horizon_lm.distributed.cores import divide_cores
 from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.errors import ConfigError, DisagreementError
-from horizon_lm.layout.ranks import WHOLE, Shard
+from horizon_lm.memory.layout.ranks import WHOLE, Shard
 
 REPLICATE, SHARD = "replicate", "shard"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # of the groups between devices, whatever the default group's backend can do

@@ -10,8 +10,8 @@ from functools import cache
 
 import torch.distributed as dist
 
+from horizon_lm.common.visible import visible
 from horizon_lm.errors import ConfigError, HorizonError
-from horizon_lm.visible import visible
 
 _PORT = "horizon_lm/port"
 _SECONDS = 300.0  # until all processes must have joined, as in torch.distributed

@@ -5,10 +5,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from horizon_lm.common.units import Unit
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import StreamingError, first_line
-from horizon_lm.store.store import Store
-from horizon_lm.units import Unit
+from horizon_lm.memory.store import Store
 
 _DONE = ""
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.quantities import format_bytes
 from horizon_lm.engine.opening.loading import from_pretrained, stream
 from horizon_lm.engine.streamed import engine_of, is_streamed
 from horizon_lm.errors import ConfigError, DoesNotFitError, ModelNotSupportedError
-from horizon_lm.quantities import format_bytes
 
 CREATE_MODEL = "create_model_from_path"  # by which TRL's trainers load a model
 COPY_MODEL = "create_reference_model"  # by which they copy the one that is trained

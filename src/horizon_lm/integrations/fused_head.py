@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.engine.calls.token_logprobs import token_logprobs
 from horizon_lm.engine.streamed import is_streamed
 from horizon_lm.integrations.evaluated_models import stream_beside

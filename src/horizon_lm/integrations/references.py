@@ -8,7 +8,7 @@ from typing import Any
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations.trainer_ranks import mesh_of
-from horizon_lm.objective.reference import model_key
+from horizon_lm.runs.objective.reference import model_key
 
 HASH_MODEL = "hash_module"  # by which TRL's trainers name the reference that they keep on disk
 PRECOMPUTE = "precompute_ref_log_probs"

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 
+from horizon_lm.common.optimizers import by_other_name
 from horizon_lm.engine.host.parameters import StreamedParameter
 from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, HorizonError, NonFiniteError, StreamingError, first_line
@@ -25,7 +26,6 @@ from horizon_lm.integrations.trainer_ranks import TrainerRanks
 from horizon_lm.integrations.trainer_rows import longest_row
 from horizon_lm.optim.choosing import decay_groups, make_optimizer
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
-from horizon_lm.optimizers import by_other_name
 from horizon_lm.planning.arithmetic.render import summary_lines
 
 # Settings of a Trainer that a streamed model does not support, with the values that leave them off, and the remedy.

@@ -7,10 +7,10 @@ state, in our format: masters, moments, and the scheduler as JSON. Nothing of it
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.checkpoints.plain_state import to_plain
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.adapters import load_adapters
+from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.runs.checkpoints.plain_state import to_plain
 
 FOLDER = "horizon"  # in a checkpoint of the Trainer
 

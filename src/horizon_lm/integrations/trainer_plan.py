@@ -5,27 +5,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from horizon_lm.codecs.base import Codec
-from horizon_lm.config import RunConfig, plan_config
+from horizon_lm.common.optimizers import by_other_name
+from horizon_lm.common.quantities import counted, format_bytes, format_seconds
+from horizon_lm.common.units import block
 from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.integrations.trainer_ranks import mesh_of
 from horizon_lm.integrations.trainer_rows import length_limit
+from horizon_lm.memory.codecs.base import Codec
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import PresentAdapters
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.tying import true_config
-from horizon_lm.optimizers import by_other_name
-from horizon_lm.planning.admission.inputs import RowShape, Source
-from horizon_lm.planning.admission.remedies import remedies_of
-from horizon_lm.planning.admission.run_plan import does_not_fit, plan_run
-from horizon_lm.planning.admission.this_machine import agree_on_machine, this_machine
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.request import Machine, Saves
-from horizon_lm.quantities import counted, format_bytes, format_seconds
-from horizon_lm.units import block
+from horizon_lm.runs.admission.inputs import RowShape, Source
+from horizon_lm.runs.admission.remedies import remedies_of
+from horizon_lm.runs.admission.run_plan import does_not_fit, plan_run
+from horizon_lm.runs.admission.this_machine import agree_on_machine, this_machine
+from horizon_lm.runs.config import RunConfig, plan_config
 
 _TWO_SEQUENCES = ("DPOConfig", "RewardConfig")  # TRL's arguments of trainers whose rows are pairs
 _FUSED_HEAD = ("logprobs", "entropy")  # what TRL's trainers ask of the head, besides the loss

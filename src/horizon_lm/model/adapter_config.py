@@ -7,12 +7,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from horizon_lm.common.paths import require_inside, require_own_files
+from horizon_lm.common.run_folders import require_model_folder
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.config_limits import read_settings
 from horizon_lm.model.folder import ADAPTER_CONFIG
 from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
-from horizon_lm.paths import require_inside, require_own_files
-from horizon_lm.run_folders import require_model_folder
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NO_PEFT = "adapters need PEFT: pip install 'horizon-lm[peft]'"

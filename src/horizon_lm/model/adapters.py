@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from horizon_lm.common.near_misses import closest_setting, most_similar_first
+from horizon_lm.common.paths import lasting_name
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model import hub
 from horizon_lm.model.adapter_config import (
@@ -25,8 +27,6 @@ from horizon_lm.model.adapter_kinds import require_kind_that_streams
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.generation import read_generation_config
-from horizon_lm.near_misses import closest_setting, most_similar_first
-from horizon_lm.paths import lasting_name
 
 _COPY, _RANK = ".modules_to_save.", ".ranknum."  # in names of PEFT's tensors
 _OF_OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")  # tasks whose adapters come with a head

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.quantities import counted, format_bytes
 from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
 from horizon_lm.model import attention_with_sinks
 from horizon_lm.model.compiling import mark_varying
@@ -22,7 +23,6 @@ from horizon_lm.model.generation import cache_of
 from horizon_lm.model.of_thread import OfThread
 from horizon_lm.model.segment_attention import Offsets, causal, segment_attention, visible
 from horizon_lm.model.sink_attention import sink_attention
-from horizon_lm.quantities import counted, format_bytes
 
 NAME = "varlen"
 LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean mask for a single row of 32k tokens

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from horizon_lm.ranges import pieces
+from horizon_lm.common.ranges import pieces
 
 _ROW_BLOCK = 4096  # rows of the head's gradient (V, H) computed at a time if its buffer has another dtype
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.common.paths import require_small_text
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.folder import no_model_remedy
-from horizon_lm.paths import require_small_text
 
 _MAX_LAYERS = 2_048  # published models have up to 200
 _MAX_PARTS = 16_384  # heads of a layer, or experts; published models have up to 512

@@ -5,12 +5,12 @@ The planner examines a skeleton, and streaming examines the model that it will t
 
 from dataclasses import dataclass
 
+from horizon_lm.common.streaming_options import WHOLE_BATCHES
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import attention
 from horizon_lm.model.outer_trial import OuterTrial, require_each_block_once, try_outer
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
-from horizon_lm.streaming_options import WHOLE_BATCHES
 
 
 @dataclass(frozen=True, slots=True)

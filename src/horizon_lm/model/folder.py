@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from horizon_lm.common.paths import near_path, require_inside, require_own_files, require_regular
 from horizon_lm.errors import ConfigError
-from horizon_lm.paths import near_path, require_inside, require_own_files, require_regular
 
 PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model", "*.py")
 TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's templates beside the default one

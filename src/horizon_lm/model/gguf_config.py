@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+from horizon_lm.common.gguf_header import GgufHeader
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.gguf_header import GgufHeader
 from horizon_lm.model.config_limits import require_sane_sizes
 from horizon_lm.model.gguf_architectures import ARCHITECTURES, NUMBERS, Architecture
 from horizon_lm.model.gguf_keys import Keys, rejected

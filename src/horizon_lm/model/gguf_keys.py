@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from horizon_lm.common.gguf_header import GgufHeader
 from horizon_lm.errors import ConfigError
-from horizon_lm.gguf_header import GgufHeader
 
 _ANY = None
 # Keys that change nothing if they have one of these values: llama.cpp does not compute with them then, or never does.

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.gguf_header import GgufHeader
 from horizon_lm.errors import ConfigError
-from horizon_lm.gguf_header import GgufHeader
 from horizon_lm.model.gguf_keys import Keys, rejected
 from horizon_lm.model.llama3_scaling import scaling_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.common.gguf_header import GgufHeader, read_gguf_header
 from horizon_lm.errors import ConfigError
-from horizon_lm.gguf_header import GgufHeader, read_gguf_header
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.folder import gguf_path, require_model_files
 from horizon_lm.model.gguf_architectures import Architecture, Layout, in_block

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.model.functional import Place
 from horizon_lm.model.outer_trial import random_weights, try_outer
 from horizon_lm.model.parts import ModelParts

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.gguf_header import read_gguf_header
 from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError, first_line, warn
-from horizon_lm.gguf_header import read_gguf_header
 from horizon_lm.model.config_limits import read_settings, require_sane_config
 from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files, weight_files
 from horizon_lm.model.gguf_config import config_of

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.common.near_misses import closest_model
+from horizon_lm.common.paths import exists, may_be_on_hub, near_path, similar_path
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.folder import PATTERNS, code_remedy
 from horizon_lm.model.known_models import find_known, full_name, known_models
-from horizon_lm.near_misses import closest_model
-from horizon_lm.paths import exists, may_be_on_hub, near_path, similar_path
 
 
 def local_folder(name: str | Path, **download: Any) -> Path:

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from horizon_lm.constants import LANGUAGE_MODEL
+from horizon_lm.common.constants import LANGUAGE_MODEL
 
 
 @dataclass(frozen=True, slots=True)

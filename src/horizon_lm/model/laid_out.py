@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from horizon_lm.layout.model import ModelLayout
-from horizon_lm.layout.ranks import WHOLE
-from horizon_lm.layout.units import StorageLayout, StorageT, UnitLayout
+from horizon_lm.common.units import EMBED, Unit
+from horizon_lm.memory.layout.model import ModelLayout
+from horizon_lm.memory.layout.ranks import WHOLE
+from horizon_lm.memory.layout.units import StorageLayout, StorageT, UnitLayout
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import expert_tensors
-from horizon_lm.units import EMBED, Unit
 
 
 def laid_out(parts: ModelParts, units: Mapping[Unit, UnitLayout[StorageT]]) -> ModelLayout[StorageT]:

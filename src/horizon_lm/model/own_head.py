@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from horizon_lm.common.ranges import pieces
 from horizon_lm.model.folder import weight_files
-from horizon_lm.ranges import pieces
 
 _ROWS = 4096  # that are compared at once
 

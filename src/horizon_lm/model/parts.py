@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.codecs.base import Codec
-from horizon_lm.layout.model import MatrixShape
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.memory.layout.model import MatrixShape
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable
 
+from horizon_lm.common.quantities import counted
 from horizon_lm.errors import ConfigError
-from horizon_lm.quantities import counted
 
 MAX_SECONDS = 3  # of CPU; patterns of published adapters take a hundredth
 _MAX_BYTES = 2**30  # of address space

@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.bnb4bit import Bnb4Bit
-from horizon_lm.codecs.fp8 import Fp8
-from horizon_lm.codecs.int4 import Int4
-from horizon_lm.codecs.mxfp4 import Mxfp4
-from horizon_lm.codecs.stack import Stack
+from horizon_lm.common.units import block
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, QuantizedWeightsError
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.memory.codecs.bnb4bit import Bnb4Bit
+from horizon_lm.memory.codecs.fp8 import Fp8
+from horizon_lm.memory.codecs.int4 import Int4
+from horizon_lm.memory.codecs.mxfp4 import Mxfp4
+from horizon_lm.memory.codecs.stack import Stack
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
-from horizon_lm.units import block
 
 _REMEDY = "use a bf16 copy of the model, or one in nf4, mxfp4, block fp8 or the int4 of compressed-tensors"
 

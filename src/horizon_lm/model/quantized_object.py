@@ -9,8 +9,8 @@ from torch import nn
 from transformers.quantizers import AutoQuantizationConfig, HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.errors import StreamingError
+from horizon_lm.memory.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.model.adapters import without_bitsandbytes_messages
 from horizon_lm.model.parts import ModelParts
 

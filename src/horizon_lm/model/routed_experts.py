@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.codecs.mxfp4 import Mxfp4
-from horizon_lm.codecs.stack import Stack
-from horizon_lm.layout.model import ExpertTensors
+from horizon_lm.memory.codecs.mxfp4 import Mxfp4
+from horizon_lm.memory.codecs.stack import Stack
+from horizon_lm.memory.layout.model import ExpertTensors
 from horizon_lm.model.expert_adapters import adapters_of, outermost, wrappers_of
 from horizon_lm.model.parts import ModelParts
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.common.units import OUTER
 from horizon_lm.model.functional import Place, in_place
 from horizon_lm.model.parts import ModelParts, ParamRef
-from horizon_lm.units import OUTER
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments
 Answer = Callable[..., Any]

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.common.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.adapter_layers import adapter_params, is_adapter_layer
 from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.parts import ModelParts, ParamRef
-from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
 TRAINED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of weights that can be trained
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import Any
 
+from horizon_lm.common.optimizers import OPTIMIZERS
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
-from horizon_lm.optimizers import OPTIMIZERS
 
 
 def optimizer_class(name: str) -> type[SlabOptimizer]:

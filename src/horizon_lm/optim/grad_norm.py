@@ -3,14 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping
 
-from horizon_lm.arena import as_array
+from horizon_lm.common.quantities import counted
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, warn
-from horizon_lm.kernels.gradients import squared_norm_kernel
-from horizon_lm.quantities import counted
-from horizon_lm.store.unit_slabs import Slab
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+from horizon_lm.memory.arena import as_array
+from horizon_lm.memory.kernels.gradients import squared_norm_kernel
+from horizon_lm.memory.unit_slabs import Slab
 
 REMEDY = "Lower the learning rate, or look at the rows of this step."
 

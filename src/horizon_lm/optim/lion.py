@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horizon_lm.kernels.bits import F32, fma, inlined
-from horizon_lm.kernels.updates import Moment, Rule
+from horizon_lm.memory.kernels.bits import F32, fma, inlined
+from horizon_lm.memory.kernels.updates import Moment, Rule
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 
 

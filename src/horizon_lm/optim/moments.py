@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.arena import as_array
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError
-from horizon_lm.kernels.updates import Rule
-from horizon_lm.layout.moments import MomentLayout, num_scales
-from horizon_lm.layout.slabs import SlabLayout
-from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import Slab
+from horizon_lm.memory.arena import as_array
+from horizon_lm.memory.kernels.updates import Rule
+from horizon_lm.memory.layout.moments import MomentLayout, num_scales
+from horizon_lm.memory.layout.slabs import SlabLayout
+from horizon_lm.memory.store import Store
+from horizon_lm.memory.unit_slabs import Slab
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 

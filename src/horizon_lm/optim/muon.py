@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from horizon_lm.constants import ORTHOGONALIZED_AT_ONCE, ORTHOGONALIZING_STEPS
+from horizon_lm.common.constants import ORTHOGONALIZED_AT_ONCE, ORTHOGONALIZING_STEPS
+from horizon_lm.common.optimizers import NO_MATRICES, NO_MATRICES_OF_TILES
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError
-from horizon_lm.kernels.bits import F32, fma, inlined
-from horizon_lm.kernels.updates import Moment, OnDevice, Rule
+from horizon_lm.memory.kernels.bits import F32, fma, inlined
+from horizon_lm.memory.kernels.updates import Moment, OnDevice, Rule
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
-from horizon_lm.optimizers import NO_MATRICES, NO_MATRICES_OF_TILES
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial, with the steepest slope at zero
 _EPS = 1e-7

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.kernels.updates import Rule
+from horizon_lm.memory.kernels.updates import Rule
 
 STEPS = "step"  # number of steps of the whole optimizer, on which the rounding noise depends
 LOW_HALF = "low_half"

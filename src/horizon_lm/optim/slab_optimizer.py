@@ -9,21 +9,21 @@ from typing import Any, ClassVar
 
 import torch
 
+from horizon_lm.common.units import Unit
 from horizon_lm.device.transfers import Move
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import allocate_grads, apply_in_backward
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
-from horizon_lm.kernels.updates import Rule
+from horizon_lm.memory.kernels.updates import Rule
+from horizon_lm.memory.store import Store
+from horizon_lm.memory.unit_slabs import Slab
 from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, sum_squares
 from horizon_lm.optim.moments import Moments
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state, plain
 from horizon_lm.optim.unit_updates import UnitUpdates
 from horizon_lm.optim.update_tasks import StepUpdate, TableRows
-from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import Slab
-from horizon_lm.units import Unit
 
 
 class SlabOptimizer(torch.optim.Optimizer):

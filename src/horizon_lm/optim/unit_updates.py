@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from horizon_lm.arena import as_array
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
 from horizon_lm.device.transfers import Move, chained
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.engine.passes.update_pass import DevicePart, UpdatePass
-from horizon_lm.kernels.gradients import compile_landing
-from horizon_lm.kernels.updates import Rule
+from horizon_lm.memory.arena import as_array
+from horizon_lm.memory.kernels.gradients import compile_landing
+from horizon_lm.memory.kernels.updates import Rule
+from horizon_lm.memory.unit_slabs import Slab
 from horizon_lm.optim.moments import Moments, SlabArrays
 from horizon_lm.optim.update_tasks import (
     StepUpdate,
@@ -24,8 +26,6 @@ from horizon_lm.optim.update_tasks import (
     span_pieces,
 )
 from horizon_lm.schedule import build
-from horizon_lm.store.unit_slabs import Slab
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 class UnitUpdates:

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.arena import as_array
-from horizon_lm.constants import MOMENT_BLOCK as BLOCK
+from horizon_lm.common.constants import MOMENT_BLOCK as BLOCK
+from horizon_lm.common.ranges import length, overlap
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.engine.host.updates import TableGrads
-from horizon_lm.kernels.updates import Rule, Scalars, rows_kernel, update_kernel
-from horizon_lm.layout.slabs import SlabLayout
+from horizon_lm.memory.arena import as_array
+from horizon_lm.memory.kernels.updates import Rule, Scalars, rows_kernel, update_kernel
+from horizon_lm.memory.layout.slabs import SlabLayout
 from horizon_lm.optim.moments import MomentArrays, SlabArrays
-from horizon_lm.ranges import length, overlap
 
 # Elements of a piece of a small span, a multiple of the 8-bit block size: half a millisecond of work.
 _PIECE_ELEMENTS = 1 << 19

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block, tile
 from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.tiles import TileCopies, TileSlots
 from horizon_lm.schedule.waits import derive_waits
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block, tile
 
 _CACHED = 32  # cached passes of each kind: deriving the waits of a deep model takes tens of milliseconds
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from horizon_lm.common.units import Unit
 from horizon_lm.errors import HorizonError
-from horizon_lm.units import Unit
 
 
 class _Word(StrEnum):

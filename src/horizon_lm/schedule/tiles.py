@@ -14,8 +14,8 @@ cut are one tile, too, in the slot of the block.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
+from horizon_lm.common.units import Unit, tile
 from horizon_lm.schedule.ops import Buf, Buffer, Op
-from horizon_lm.units import Unit, tile
 
 
 class TileSlots:

@@ -10,9 +10,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.disk import Disk, write_file
+from horizon_lm.common.disk import Disk, write_file
+from horizon_lm.common.units import Unit
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
-from horizon_lm.units import Unit
 
 Interval = tuple[float, float]
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.common.constants import IGNORE_INDEX
+from horizon_lm.common.streaming_options import WHOLE_BATCHES
 from horizon_lm.device.base import send
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import Batch, version_of
@@ -20,7 +21,6 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_kinds import is_differentiable_cache
 from horizon_lm.model.generation import cache_of
-from horizon_lm.streaming_options import WHOLE_BATCHES
 
 Call = dict[str, Any]  # the arguments of a call of the model, by name
 

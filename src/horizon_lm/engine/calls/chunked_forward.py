@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.engine.calls.calls import Call
 from horizon_lm.engine.calls.token_logprobs import TokenLogprobs, WantedLogprobs, as_token_logprobs, aux_losses
 from horizon_lm.engine.passes.lockstep import run_together

@@ -10,15 +10,15 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.common.constants import DEVICE_MARGIN
+from horizon_lm.common.quantities import counted, format_bytes
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.residency_planner import buffer_settings
 from horizon_lm.errors import DeviceMemoryError
-from horizon_lm.layout.buffers import BufferTable, buffer_bytes
+from horizon_lm.memory.layout.buffers import BufferTable, buffer_bytes
 from horizon_lm.model.generation import Generation, layer_bytes
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.measure.cache_probe import CacheProbe, GenerationBytes
-from horizon_lm.quantities import counted, format_bytes
 
 
 class GenerationMemory:

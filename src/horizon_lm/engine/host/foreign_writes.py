@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from horizon_lm.engine.host.parameters import ParameterOwner, StreamedParameter
 from horizon_lm.errors import ForeignWriteWarning, StreamingError, warn
+from horizon_lm.memory.store import Store
 from horizon_lm.model.parts import ParamRef
-from horizon_lm.store.store import Store
 
 
 class ForeignWrites:

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from horizon_lm.common.ranges import length
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Land, Move, SquaredNorm
 from horizon_lm.engine.host.parameters import landing_grad, set_landing_grad
 from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.errors import StreamingError
-from horizon_lm.layout.buffers import landing_numels
+from horizon_lm.memory.layout.buffers import landing_numels
+from horizon_lm.memory.store import Store
+from horizon_lm.memory.unit_slabs import Slab, Slot, UnitSlabs
 from horizon_lm.model.parts import ModelParts, ParamRef
-from horizon_lm.ranges import length
-from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import Slab, Slot, UnitSlabs
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 class SquaredNorms:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from horizon_lm.engine.host.parameters import METADATA, StreamedParameter
 from horizon_lm.engine.host.same_values import is_wider_copy
 from horizon_lm.errors import MissingQuantStateError, StreamingError
-from horizon_lm.store.store import Store
+from horizon_lm.memory.store import Store
 
 _KEEPS = {torch.Tensor.detach, torch.Tensor.requires_grad_}
 _SETTERS = {torch.Tensor.requires_grad_, torch._C.TensorBase.__dict__["requires_grad"].__set__}  # of requires_grad

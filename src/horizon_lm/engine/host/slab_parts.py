@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from horizon_lm.codecs.rows import Rows
 from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
-from horizon_lm.layout.parts import PartLayout
-from horizon_lm.store.unit_slabs import Slab, Slot
+from horizon_lm.memory.codecs.rows import Rows
+from horizon_lm.memory.layout.parts import PartLayout
+from horizon_lm.memory.unit_slabs import Slab, Slot
 
 
 class SlabPart(PartLayout[Slab]):

@@ -6,12 +6,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from horizon_lm.common.units import EMBED
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.errors import PartialUpdateError, StreamingError
+from horizon_lm.memory.unit_slabs import Slab
 from horizon_lm.schedule.ops import Kind, Op, Stream
-from horizon_lm.store.unit_slabs import Slab
-from horizon_lm.units import EMBED
 
 
 class TableUpdate(Protocol):

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from horizon_lm.common.streaming_options import StreamingOptions
 from horizon_lm.device.base import Device
 from horizon_lm.engine.calls.model_forward import ModelForward
 from horizon_lm.engine.calls.token_logprobs import WANTED
@@ -19,14 +20,13 @@ from horizon_lm.engine.passes.ambient import outside_inference_mode
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.errors import HeadWarning, StreamingError, warn
+from horizon_lm.memory.store import Store
 from horizon_lm.model.adapter_layers import is_adapter_model
 from horizon_lm.model.examination import Examined
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.arithmetic.residency import Residency, head_chunk_tokens
 from horizon_lm.planning.measure.head_probe import head_peak
-from horizon_lm.store.store import Store
-from horizon_lm.streaming_options import StreamingOptions
 
 
 @cache

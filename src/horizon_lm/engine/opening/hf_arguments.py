@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.near_misses import closest_setting
 from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.errors import ConfigError, IgnoredArgumentWarning, warn
-from horizon_lm.near_misses import closest_setting
 
 HONOURED = "honoured"
 IGNORED = "ignored, because it changes nothing"

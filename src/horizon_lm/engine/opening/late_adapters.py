@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.common.units import OUTER
 from horizon_lm.distributed.alike import copy_from_first
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.whole_units import sharing_moved
@@ -24,13 +25,12 @@ from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import trains_other_adapters
 from horizon_lm.errors import StreamingError
-from horizon_lm.layout.ranks import used_bytes
+from horizon_lm.memory.layout.ranks import used_bytes
+from horizon_lm.memory.precision import Precision
+from horizon_lm.memory.store import Store
 from horizon_lm.model.adapter_layers import adapter_params
 from horizon_lm.model.examination import Examined
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.store.precision import Precision
-from horizon_lm.store.store import Store
-from horizon_lm.units import OUTER
 
 
 def are_adapters_changed(horizon: ModelForward) -> bool:

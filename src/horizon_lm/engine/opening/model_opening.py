@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.paths import lasting_name
 from horizon_lm.distributed.alike import drawing_alike
 from horizon_lm.distributed.mesh import fail_together
 from horizon_lm.engine.opening.attaching import attach
@@ -21,13 +22,12 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model import gguf_weights, hf_config, hub
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters, base_of_adapters, open_base
+from horizon_lm.model.files.checkpoint_loader import load_weights
+from horizon_lm.model.files.checkpoint_writer import main_dtype
+from horizon_lm.model.files.decoded_checkpoint import DecodedCheckpoint
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.quantized_object import show_quantization
 from horizon_lm.model.source import ModelSource
-from horizon_lm.paths import lasting_name
-from horizon_lm.store.checkpoint_loader import load_weights
-from horizon_lm.store.checkpoint_writer import main_dtype
-from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

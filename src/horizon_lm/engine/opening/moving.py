@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from horizon_lm.memory.store import Store
 from horizon_lm.model.parts import ParamRef
-from horizon_lm.store.store import Store
 
 
 @torch.no_grad()

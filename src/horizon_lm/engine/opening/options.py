@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.streaming_options import StreamingOptions
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.distributed.mesh import find_mesh
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, UnprovenModelWarning, warn
+from horizon_lm.memory.precision import Precision, get_precision
 from horizon_lm.model import capture
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.examination import Examined, examine
@@ -20,8 +22,6 @@ from horizon_lm.model.routed_experts import find_divisible_experts
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.arithmetic.tile_sizes import NOT_COMPILED, no_experts
 from horizon_lm.planning.measure.block_probe import find_written
-from horizon_lm.store.precision import Precision, get_precision
-from horizon_lm.streaming_options import StreamingOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.quantities import parse_bytes
 from horizon_lm.engine.opening.options import device_of
 from horizon_lm.errors import ConfigError, IgnoredArgumentWarning, warn
-from horizon_lm.quantities import parse_bytes
 
 _ANYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 # Keys of ``max_memory`` that are no GPU; the empty one is the whole model.

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from horizon_lm.codecs.base import Codec
 from horizon_lm.errors import CheckpointWarning, ConfigError, warn
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.model.files.checkpoint_reader import Checkpoint
+from horizon_lm.model.files.decoded_checkpoint import DecodedCheckpoint
+from horizon_lm.model.files.quantized_checkpoint import QuantizedCheckpoint, codecs_of
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.quantization import expected_codecs, four_bits, require_dequantizable
-from horizon_lm.store.checkpoint_reader import Checkpoint
-from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
-from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of
 
 FindCodecs = Callable[[ModelParts], dict[str, Codec]]  # of weights that stay quantized, by full name
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from horizon_lm.common.quantities import format_bytes
 from horizon_lm.distributed.alike import hash_tensor
 from horizon_lm.distributed.mesh import Mesh, fail_together
 from horizon_lm.distributed.same_files import SeenFiles
 from horizon_lm.errors import ConfigError, warn
-from horizon_lm.quantities import format_bytes
-from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.model.files.checkpoint_reader import Checkpoint
 
 _OF_MACHINE = ("_name_or_path", "transformers_version")  # settings of a config that may differ
 

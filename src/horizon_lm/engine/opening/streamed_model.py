@@ -16,8 +16,8 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ForeignWriteWarning, IgnoredArgumentWarning, StreamingError, warn
 from horizon_lm.model.adapter_config import share_weights
-from horizon_lm.store.checkpoint_loader import parameter_names
-from horizon_lm.store.checkpoint_writer import checkpoint_tensors, save_pretrained
+from horizon_lm.model.files.checkpoint_loader import parameter_names
+from horizon_lm.model.files.checkpoint_writer import checkpoint_tensors, save_pretrained
 
 
 def synchronize(model: Any) -> None:

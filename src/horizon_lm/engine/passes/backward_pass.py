@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
 from horizon_lm.device.transfers import Move, chained
 from horizon_lm.engine.host.updates import UnitOptimizer
 from horizon_lm.engine.passes.engine_state import EngineState
@@ -17,7 +18,6 @@ from horizon_lm.engine.passes.unit_moves import UnitMoves
 from horizon_lm.errors import StreamingError
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 class BackwardPass:

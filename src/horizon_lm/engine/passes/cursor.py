@@ -9,11 +9,11 @@ the host never decides when to copy, and does not wait for the end of a copy; `d
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from horizon_lm.common.units import Unit
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.errors import ScheduleMismatchError
 from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Schedule, ScheduleError, Stream
-from horizon_lm.units import Unit
 
 MovesOf = Callable[[Op], Sequence[Move] | None]
 

@@ -10,15 +10,15 @@ from functools import partial
 
 import torch
 
+from horizon_lm.common.streaming_options import StreamingOptions, chosen
+from horizon_lm.common.units import HEAD, OUTER, Unit
 from horizon_lm.device.base import Device
 from horizon_lm.engine.passes.expert_tiles import ExpertTiles
-from horizon_lm.layout.buffers import BufferOptions, BufferTable, SlotSizes
+from horizon_lm.memory.layout.buffers import BufferOptions, BufferTable, SlotSizes
+from horizon_lm.memory.store import Store
+from horizon_lm.memory.unit_slabs import Slot
 from horizon_lm.planning.arithmetic.outline import Linear
 from horizon_lm.planning.arithmetic.residency import Residency
-from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import Slot
-from horizon_lm.streaming_options import StreamingOptions, chosen
-from horizon_lm.units import HEAD, OUTER, Unit
 
 
 class Slots:
@@ -221,5 +221,5 @@ def _sizes_of(table: Callable[[], BufferTable], kind: str) -> SlotSizes:
 
 
 def _name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, as in `layout.buffers.ITEMSIZE`."""
+    """Return the name of a dtype, as in `memory.layout.buffers.ITEMSIZE`."""
     return str(dtype).removeprefix("torch.")

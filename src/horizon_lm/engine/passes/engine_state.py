@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 from torch import nn
 
+from horizon_lm.common.units import EMBED, HEAD, Unit
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.host.foreign_writes import ForeignWrites
@@ -17,12 +18,11 @@ from horizon_lm.engine.passes.expert_tiles import ExpertTiles
 from horizon_lm.engine.passes.forward_state import BetweenPasses, BoundaryPool
 from horizon_lm.engine.passes.saves import Saves
 from horizon_lm.errors import StreamingError
+from horizon_lm.memory.store import Store
+from horizon_lm.memory.unit_slabs import UnitSlabs
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.planning.arithmetic.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
-from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import UnitSlabs
-from horizon_lm.units import EMBED, HEAD, Unit
 
 
 class EngineState:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch.autograd import Variable
 
+from horizon_lm.common.units import Unit
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.host.parameters import call_after_grad
@@ -22,11 +23,10 @@ from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.host_access import HostAccess
 from horizon_lm.engine.passes.update_pass import UpdateMoves, UpdatePass, compute_on_device
 from horizon_lm.errors import StreamingError
+from horizon_lm.memory.store import Store
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.arithmetic.residency import ExpectedBatch, Residency
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.store.store import Store
-from horizon_lm.units import Unit
 
 
 class Engine(EngineState):

@@ -2,13 +2,13 @@
 
 import torch
 
+from horizon_lm.common.units import Unit
 from horizon_lm.engine.host.slab_parts import SlabPart
-from horizon_lm.layout.model import TiledLayout
+from horizon_lm.memory.layout.model import TiledLayout
+from horizon_lm.memory.store import Store
 from horizon_lm.model.laid_out import laid_out
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import find_experts
-from horizon_lm.store.store import Store
-from horizon_lm.units import Unit
 
 
 class ExpertTiles(TiledLayout[SlabPart]):

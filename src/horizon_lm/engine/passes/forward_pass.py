@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.units import HEAD, Unit, block
 from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.micro_batches import MicroBatch, MicroBatchRandomness, RowOutputs, split_batches
@@ -16,7 +17,6 @@ from horizon_lm.model.attention import Segments
 from horizon_lm.model.block_template import comparable
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
-from horizon_lm.units import HEAD, Unit, block
 
 
 @dataclass(frozen=True, slots=True)

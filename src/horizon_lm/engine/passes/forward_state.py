@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.common.units import Unit
 from horizon_lm.device.base import Device, Task
 from horizon_lm.errors import StreamingError
-from horizon_lm.units import Unit
 
 
 class Anchor:

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from horizon_lm.common.ranges import consecutive, pieces
+from horizon_lm.common.streaming_options import WHOLE_BATCHES, StreamingOptions
 from horizon_lm.device.base import Device, same_rng_state
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock
-from horizon_lm.ranges import consecutive, pieces
-from horizon_lm.streaming_options import WHOLE_BATCHES, StreamingOptions
 
 Rows = tuple[int, int]  # the rows [start, stop) of a batch
 _OUTSIDE = 1 << 61  # tells the seed of code outside of blocks from that of a micro-batch

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.common.constants import DEVICE_MARGIN
+from horizon_lm.common.ranges import length
+from horizon_lm.common.units import tile
 from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.device_buffers import buffer_options
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
 from horizon_lm.engine.passes.tree import Tree
-from horizon_lm.layout.buffers import BufferSettings, BufferTable, buffer_bytes
-from horizon_lm.layout.model import TiledLayout
-from horizon_lm.layout.parts import PartLayout
-from horizon_lm.layout.units import StorageLayout
+from horizon_lm.memory.layout.buffers import BufferSettings, BufferTable, buffer_bytes
+from horizon_lm.memory.layout.model import TiledLayout
+from horizon_lm.memory.layout.parts import PartLayout
+from horizon_lm.memory.layout.units import StorageLayout
 from horizon_lm.model import capture
 from horizon_lm.model.attention import attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
@@ -38,8 +40,6 @@ from horizon_lm.planning.arithmetic.residency import (
 )
 from horizon_lm.planning.measure.block_probe import measured_footprint, run_on_meta
 from horizon_lm.planning.measure.core_probe import run_core_on_meta
-from horizon_lm.ranges import length
-from horizon_lm.units import tile
 
 
 def plan_device(

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
+from horizon_lm.common.units import EMBED, Unit
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.engine.host.updates import PendingUpdates, RunningSave
 from horizon_lm.engine.passes.cursor import Cursor, MovesOf
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
-from horizon_lm.units import EMBED, Unit
 
 
 class Saves:

@@ -2,11 +2,11 @@
 
 import torch
 
+from horizon_lm.common.units import EMBED, IDLE, OUTER
 from horizon_lm.engine.host.host_grads import LandingSlots
 from horizon_lm.engine.host.updates import UnitOptimizer
 from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.errors import ConfigError, StreamingError
-from horizon_lm.units import EMBED, IDLE, OUTER
 
 
 def allocate_grads(engine: EngineState) -> None:

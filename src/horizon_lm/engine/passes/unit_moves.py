@@ -13,12 +13,12 @@ from typing import ClassVar
 
 import torch
 
+from horizon_lm.common.units import EMBED, Unit
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.schedule.ops import Kind, Op
-from horizon_lm.units import EMBED, Unit
 
 
 class UnitMoves:

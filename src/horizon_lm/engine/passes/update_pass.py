@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from horizon_lm.common.units import Unit
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.distributed.collectives import Gather
 from horizon_lm.engine.host.updates import TableUpdate
 from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.schedule.ops import Kind, Op, Schedule
-from horizon_lm.units import Unit
 
 
 class DevicePart(NamedTuple):

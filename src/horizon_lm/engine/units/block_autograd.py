@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from horizon_lm.common.ranges import consecutive
+from horizon_lm.common.units import block
 from horizon_lm.engine.passes.ambient import RecomputeAmbient, no_autocast_cache
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.left_state import rejecting_state
@@ -29,9 +31,7 @@ from horizon_lm.engine.units.saved_for_backward import Graph, GraphUse, SavedFor
 from horizon_lm.engine.units.tiled_backward import TiledBackward
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
 from horizon_lm.model.attention import Segments
-from horizon_lm.ranges import consecutive
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import block
 
 
 class BlockComparison(Protocol):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.common.ranges import consecutive
+from horizon_lm.common.units import OUTER, block
 from horizon_lm.device.transfers import Copy
 from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.executor import Engine
@@ -30,9 +32,7 @@ from horizon_lm.model.block_template import BuffersOfModules, StreamedBlock
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.experts import zero_idle_experts
 from horizon_lm.model.float8.layers import use_float8
-from horizon_lm.ranges import consecutive
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import OUTER, block
 
 
 class BlockComputation:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.ranges import consecutive
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.lockstep import batched_call
@@ -18,7 +19,6 @@ from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.gradient_check import GradientCheck
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import capture
-from horizon_lm.ranges import consecutive
 
 
 class Blocks(BlockComputation):

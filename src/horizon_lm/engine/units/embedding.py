@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.common.units import EMBED, HEAD
 from horizon_lm.device.base import send
 from horizon_lm.device.transfers import GatherRows, Land, LandRows, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
@@ -24,7 +25,6 @@ from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.errors import ModelNotSupportedError, StreamingError, TokenError
 from horizon_lm.model.functional import is_linear, look_up
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import EMBED, HEAD
 
 
 class StreamedEmbedding:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.units import OUTER, block
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.errors import StreamingError
-from horizon_lm.layout.slabs import SlotLayout
-from horizon_lm.store.unit_slabs import Slot
-from horizon_lm.units import OUTER, block
+from horizon_lm.memory.layout.slabs import SlotLayout
+from horizon_lm.memory.unit_slabs import Slot
 
 
 class GradSink:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from horizon_lm.common.units import block
 from horizon_lm.device.base import same_rng_state
 from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.executor import Engine
@@ -19,7 +20,6 @@ from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.errors import GradientMismatchError
 from horizon_lm.model.attention import plain_kernels
-from horizon_lm.units import block
 
 _TIMES = 4.0  # allowed error, relative to the error of plain autograd in the dtype of training
 # Minimum allowed error, relative to the tensor's norm.

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from horizon_lm.common.ranges import pieces
+from horizon_lm.common.units import HEAD
 from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
@@ -19,9 +21,7 @@ from horizon_lm.engine.passes.lockstep import batched_call
 from horizon_lm.engine.units.grad_sink import GradSlot, fresh_leaves
 from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.model.functional import in_place
-from horizon_lm.ranges import pieces
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import HEAD
 
 
 class LmHead:

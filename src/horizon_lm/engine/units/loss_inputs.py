@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 
 

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from horizon_lm.common.units import OUTER
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.units.grad_sink import GradSlot
 from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import OUTER
 
 
 class OuterParameters:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.streaming_options import WHOLE_BATCHES
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, cut_batches
 from horizon_lm.engine.passes.tree import Path, Tree
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.trial import TrialDoneError, answering, answers_of
-from horizon_lm.streaming_options import WHOLE_BATCHES
 
 
 class RowDims:

@@ -14,13 +14,13 @@ from functools import partial
 
 import torch
 
+from horizon_lm.common.units import OUTER, Unit, block
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.engine.units.grad_sink import GradSink, GradSlot, PartialSlot, fresh_leaves
 from horizon_lm.engine.units.saved_for_backward import Graph
 from horizon_lm.engine.units.tiled_computation import TiledExperts
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import OUTER, Unit, block
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # outputs of a block, and their gradients
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from horizon_lm.common.ranges import length, runs
+from horizon_lm.common.units import OUTER, Unit, block
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.lockstep import batched_call
 from horizon_lm.engine.units.expert_call import ExpertCall
@@ -25,9 +27,7 @@ from horizon_lm.model.expert_adapters import of_experts
 from horizon_lm.model.routed_experts import Experts, RoutedExperts, expert_arguments
 from horizon_lm.model.some_experts import some_experts
 from horizon_lm.model.trial import answering
-from horizon_lm.ranges import length, runs
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import OUTER, Unit, block
 
 Replacement = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of hidden states (N, H), experts (N, K) and their weights (N, K) that returns (N, H)."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-from horizon_lm.constants import DEVICE_MARGIN
-from horizon_lm.layout.units import StorageLayout, UnitLayout
+from horizon_lm.common.constants import DEVICE_MARGIN
+from horizon_lm.common.quantities import counted, format_bytes
+from horizon_lm.memory.layout.units import StorageLayout, UnitLayout
 from horizon_lm.planning.arithmetic.device_memory import DeviceUse
 from horizon_lm.planning.arithmetic.host_memory import (
     checkpoint_bytes,
@@ -13,7 +14,6 @@ from horizon_lm.planning.arithmetic.host_memory import (
 )
 from horizon_lm.planning.arithmetic.request import Budget, Item, Limit, Machine
 from horizon_lm.planning.arithmetic.step import Step
-from horizon_lm.quantities import counted, format_bytes
 
 _WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the libraries of a run
 _DEVICE_NAMES = {

@@ -11,8 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from horizon_lm.common.near_misses import closest_machines
 from horizon_lm.errors import ConfigError
-from horizon_lm.near_misses import closest_machines
 from horizon_lm.planning.arithmetic.profile_sources import source_problems
 
 DTYPES = ("bfloat16", "float32")

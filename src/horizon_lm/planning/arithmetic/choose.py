@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from horizon_lm.constants import DEVICE_MARGIN
-from horizon_lm.layout.buffers import buffer_bytes
+from horizon_lm.common.constants import DEVICE_MARGIN
+from horizon_lm.common.quantities import format_bytes
+from horizon_lm.memory.layout.buffers import buffer_bytes
 from horizon_lm.planning.arithmetic.device_memory import device_use, step_activations, weights_of_blocks
 from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.request import Limit, Machine, Request
 from horizon_lm.planning.arithmetic.residency import Residency, choose_residency, fitting_boundaries, head_chunk_tokens
 from horizon_lm.planning.arithmetic.step import Step, StepSettings
-from horizon_lm.quantities import format_bytes
 
 _ENOUGH_TOKENS = 32 * 1024  # maximum tokens of a device micro-batch; larger micro-batches are no faster
 

@@ -5,7 +5,8 @@ over time.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from horizon_lm.layout.buffers import buffer_bytes
+from horizon_lm.common.units import HEAD
+from horizon_lm.memory.layout.buffers import buffer_bytes
 from horizon_lm.planning.arithmetic.matrices import orthogonalizing_bytes
 from horizon_lm.planning.arithmetic.outline import Footprint, Linear
 from horizon_lm.planning.arithmetic.plan_file import PlannedMemory
@@ -14,7 +15,6 @@ from horizon_lm.planning.arithmetic.residency import ActivationMemory
 from horizon_lm.planning.arithmetic.step import Step
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Span
-from horizon_lm.units import HEAD
 
 
 def activation_memory(

@@ -3,15 +3,15 @@
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 
-from horizon_lm.layout.buffers import landing_numels
-from horizon_lm.layout.model import ModelLayout
-from horizon_lm.layout.moments import MomentLayout
-from horizon_lm.layout.ranks import WHOLE
-from horizon_lm.layout.units import FLOAT32, StorageLayout
-from horizon_lm.optimizers import MOMENT_BYTES
+from horizon_lm.common.optimizers import MOMENT_BYTES
+from horizon_lm.common.quantities import page_aligned
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit
+from horizon_lm.memory.layout.buffers import landing_numels
+from horizon_lm.memory.layout.model import ModelLayout
+from horizon_lm.memory.layout.moments import MomentLayout
+from horizon_lm.memory.layout.ranks import WHOLE
+from horizon_lm.memory.layout.units import FLOAT32, StorageLayout
 from horizon_lm.planning.arithmetic.step import Step
-from horizon_lm.quantities import page_aligned
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit
 
 WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # bytes of the streamed half
 _LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}

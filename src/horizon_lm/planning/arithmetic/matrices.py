@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from horizon_lm.constants import ORTHOGONALIZED_AT_ONCE, ORTHOGONALIZING_STEPS
-from horizon_lm.layout.model import MatrixShape
+from horizon_lm.common.constants import ORTHOGONALIZED_AT_ONCE, ORTHOGONALIZING_STEPS
+from horizon_lm.memory.layout.model import MatrixShape
 from horizon_lm.planning.arithmetic.outline import Work
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import Any, Generic, Self, TypeVar
 
-from horizon_lm.layout.model import ModelLayout
-from horizon_lm.layout.units import StorageLayout
+from horizon_lm.memory.layout.model import ModelLayout
+from horizon_lm.memory.layout.units import StorageLayout
 
 
 class _Amounts:

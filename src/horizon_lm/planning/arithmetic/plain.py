@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.common.constants import DEVICE_MARGIN
+from horizon_lm.common.quantities import format_bytes
 from horizon_lm.planning.arithmetic.device_memory import device_use
 from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.request import Machine
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.planning.arithmetic.step import Step
 from horizon_lm.planning.arithmetic.step_time import StepTime
-from horizon_lm.quantities import format_bytes
 
 _READ_AND_WRITTEN = ("weights", "low_halves", "moments")  # by an update
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from horizon_lm.common.quantities import format_bytes
 from horizon_lm.planning.arithmetic.budgets import (
     buffer_budget,
     device_budget,
@@ -25,7 +26,6 @@ from horizon_lm.planning.arithmetic.request import Budget, Machine, Request
 from horizon_lm.planning.arithmetic.step import Step
 from horizon_lm.planning.arithmetic.step_time import SaveTime, Simulation, StepTime, staged
 from horizon_lm.planning.arithmetic.tile_sizes import require_tiles, tile_sizes
-from horizon_lm.quantities import format_bytes
 
 _NOTABLE_SHARE = 0.02  # of a step's duration, for which a choice of moments is worth a remark
 _MOST_TILE_SIZES = 3  # that are compared: the largest that fit

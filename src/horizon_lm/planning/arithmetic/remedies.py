@@ -7,12 +7,12 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from horizon_lm.common.optimizers import OptimizerEntry
+from horizon_lm.common.quantities import parse_bytes
 from horizon_lm.errors import ConfigError
-from horizon_lm.optimizers import OptimizerEntry
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.plan import Plan, make_plan
 from horizon_lm.planning.arithmetic.request import Request
-from horizon_lm.quantities import parse_bytes
 
 OutlineFor = Callable[..., ModelOutline]
 """Outline the same model again, with another ``length`` or ``mlp_chunk_tokens``."""

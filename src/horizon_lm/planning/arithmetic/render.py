@@ -7,13 +7,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.disk import Disk, write_file
+from horizon_lm.common.disk import Disk, write_file
+from horizon_lm.common.quantities import counted, format_bytes, format_seconds
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.plan_file import PlanFile, PlannedModel, PlannedRun, PlannedStep
 from horizon_lm.planning.arithmetic.remedies import Remedy, smallest
 from horizon_lm.planning.arithmetic.request import Budget
-from horizon_lm.quantities import counted, format_bytes, format_seconds
 from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES
 from horizon_lm.schedule.trace import write_chrome
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from horizon_lm.layout.ranks import WHOLE, Shard
-from horizon_lm.optimizers import ADAMW, OptimizerEntry
+from horizon_lm.common.optimizers import ADAMW, OptimizerEntry
+from horizon_lm.common.streaming_options import StreamingOptions, chosen
+from horizon_lm.memory.layout.ranks import WHOLE, Shard
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.interconnect import Interconnect
-from horizon_lm.streaming_options import StreamingOptions, chosen
 
 
 @dataclass(frozen=True, slots=True)

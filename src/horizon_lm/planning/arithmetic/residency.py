@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from horizon_lm.streaming_options import StreamingOptions
+from horizon_lm.common.streaming_options import StreamingOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
 
-from horizon_lm.layout.buffers import BufferOptions, BufferSettings, BufferTable
-from horizon_lm.layout.model import TiledLayout
-from horizon_lm.layout.parts import PartLayout
-from horizon_lm.layout.units import StorageLayout
+from horizon_lm.common.streaming_options import chosen
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
+from horizon_lm.memory.layout.buffers import BufferOptions, BufferSettings, BufferTable
+from horizon_lm.memory.layout.model import TiledLayout
+from horizon_lm.memory.layout.parts import PartLayout
+from horizon_lm.memory.layout.units import StorageLayout
 from horizon_lm.planning.arithmetic.outline import HeadCosts, ModelOutline
 from horizon_lm.planning.arithmetic.request import Request
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Schedule
-from horizon_lm.streaming_options import chosen
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 import math
 from dataclasses import replace
 
-from horizon_lm.layout.model import MatrixShape
-from horizon_lm.optimizers import ADAMW, MOMENT_BYTES
+from horizon_lm.common.optimizers import ADAMW, MOMENT_BYTES
+from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit
+from horizon_lm.memory.layout.model import MatrixShape
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.host_memory import SAVED_BYTES, WEIGHT_BYTES
 from horizon_lm.planning.arithmetic.interconnect import Interconnect
@@ -15,7 +16,6 @@ from horizon_lm.planning.arithmetic.step import Step, StepSettings
 from horizon_lm.planning.arithmetic.tile_cost import TileCost
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import Rates
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit
 
 FUSED = 0.4
 """Share of elementwise traffic that remains when compiled blocks fuse chains of operations: an assumption."""

@@ -1,7 +1,7 @@
 """The sizes of tiles into which a mixture's experts can be cut in a run."""
 
+from horizon_lm.common.optimizers import NO_MATRICES_OF_TILES
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.optimizers import NO_MATRICES_OF_TILES
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.request import Request
 

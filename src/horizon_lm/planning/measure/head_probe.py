@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from horizon_lm.common.units import HEAD, OUTER
 from horizon_lm.model.chunk_linear import ChunkLinear
 from horizon_lm.model.compiled_loss import loss_computed_by
 from horizon_lm.model.functional import Place, logprobs_of_logits
@@ -16,7 +17,6 @@ from horizon_lm.model.skeletons import meta_copy
 from horizon_lm.model.trial import Answer, Decoded, outer_weights, trial
 from horizon_lm.planning.arithmetic.outline import HeadCosts, Linear, Work
 from horizon_lm.planning.measure.meta_recorder import recording
-from horizon_lm.units import HEAD, OUTER
 
 _TOKENS = 4096  # tokens of a trial, enough to make the part that does not depend on the number of tokens negligible
 

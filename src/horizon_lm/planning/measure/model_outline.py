@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.bnb4bit import Bnb4Bit
-from horizon_lm.codecs.stack import Stack
+from horizon_lm.common.units import HEAD, block
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
-from horizon_lm.layout.model import ModelLayout
-from horizon_lm.layout.units import StorageLayout
+from horizon_lm.memory.codecs.base import Codec
+from horizon_lm.memory.codecs.bnb4bit import Bnb4Bit
+from horizon_lm.memory.codecs.stack import Stack
+from horizon_lm.memory.layout.model import ModelLayout
+from horizon_lm.memory.layout.units import StorageLayout
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
@@ -44,7 +45,6 @@ from horizon_lm.planning.arithmetic.outline import (
 )
 from horizon_lm.planning.measure.block_calls import BlockCalls, call_of_each_block, find_calls, shared_bytes
 from horizon_lm.planning.measure.head_probe import head_costs
-from horizon_lm.units import HEAD, block
 
 
 class QuantizedWeights(Protocol):

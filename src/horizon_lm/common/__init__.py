@@ -1,0 +1,1 @@
+"""Code without torch that several packages share: units, ranges, sizes, paths, files, names and tables."""

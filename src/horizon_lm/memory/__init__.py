@@ -1,0 +1,1 @@
+"""Host memory of a model: where its bytes lie, the slabs that hold them, their formats, and the compiled loops over them."""

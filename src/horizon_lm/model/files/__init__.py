@@ -1,0 +1,1 @@
+"""Files of weights: read into host memory, decoded, merged and written."""

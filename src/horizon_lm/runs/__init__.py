@@ -1,0 +1,1 @@
+"""A run: its settings, data, admission, losses, checkpoints and loop."""

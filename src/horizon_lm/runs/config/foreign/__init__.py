@@ -1,0 +1,1 @@
+"""Tables about the settings of other trainers."""

@@ -1,0 +1,71 @@
+"""Likely mistakes that are found in rows, and how they are reported."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from horizon_lm.errors import DataError
+from horizon_lm.runs.data.places import ExampleCounts
+
+TRAINING = "training data"  # the name of the training rows in messages
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A likely mistake and the rows that have it.
+
+    Attributes:
+        problem: the mistake as a predicate of the rows, such as "are copies of others".
+        remedy: consequence of the mistake, and what to do.
+        rows: number of rows and places of the first ones.
+        is_error: a run with these rows is rejected.
+        leaves_out: these rows are not used.
+    """
+
+    problem: str
+    remedy: str
+    rows: ExampleCounts
+    is_error: bool = False
+    leaves_out: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The mistake with its rows, without the remedy."""
+        return f"rows that {self.problem}: {self.rows.count:,} ({self.rows})"
+
+    def __str__(self) -> str:
+        return f"{self.summary}; {'they are left out; ' if self.leaves_out else ''}{self.remedy}"
+
+
+def describe(findings: Iterable[Finding]) -> list[str]:
+    """Return a text for each finding; a remedy stands only in the first text of those that share it."""
+    said: set[str] = set()
+    texts = []
+    for each in findings:
+        texts.append(each.summary if each.remedy in said else str(each))
+        said.add(each.remedy)
+    return texts
+
+
+def without_answer(rows: ExampleCounts) -> Finding:
+    """Return the finding of rows that have no target or none but whitespace, whatever their length."""
+    remedy = "nothing can be learned from them; add what is missing, or remove them"
+    return Finding("have no text or answer to train on", remedy, rows, leaves_out=True)
+
+
+def cut_before_answer(rows: ExampleCounts) -> Finding:
+    """Return the finding of rows in which truncation or packing leaves no target, or none but whitespace."""
+    return Finding("are cut before any answer to train on", "raise max_length", rows, leaves_out=True)
+
+
+def no_row_left(name: str, findings: Iterable[Finding]) -> DataError:
+    """Return the error of data that has no row left. ``name``: `TRAINING`, or that of an eval set."""
+    use = "train on" if name == TRAINING else "evaluate"
+    causes = [f"{each.summary}; {each.remedy}" for each in findings if each.leaves_out]
+    return DataError(f"{name}: no row is left to {use}: {'; '.join(causes)}")
+
+
+def reject_errors(findings: Sequence[Finding]) -> None:
+    """Raise DataError if some findings are errors."""
+    errors = describe(finding for finding in findings if finding.is_error)
+    if errors:
+        raise DataError("\n".join(errors))

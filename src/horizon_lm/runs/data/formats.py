@@ -1,0 +1,349 @@
+"""Convert rows of the known formats, recognized by their fields, to an `Example`."""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from typing import Any
+
+from horizon_lm.runs.data.column_hints import as_setting, field_for, suggest_columns
+from horizon_lm.runs.data.conversations import (
+    Completion,
+    Conversation,
+    Example,
+    Message,
+    Preference,
+    RowError,
+    Text,
+    describe_type,
+    read_messages,
+    validate_messages,
+)
+from horizon_lm.runs.data.trl_compat import extract_prompt
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A format of rows.
+
+    Attributes:
+        name: name of the format in the setting `format`.
+        objectives: the objectives that use such rows, the usual one first.
+        required: alternative sets of fields; a row must have all fields of one set.
+        optional: further fields that are used.
+        convert: function from a row to an example; raises RowError if the row is invalid.
+    """
+
+    name: str
+    objectives: tuple[str, ...]
+    required: tuple[tuple[str, ...], ...]
+    optional: tuple[str, ...]
+    convert: Callable[[Mapping[str, Any]], Example]
+
+    def matches(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row has the required fields."""
+        return any(all(field in row for field in fields) for fields in self.required)
+
+    def fields(self) -> set[str]:
+        """Return all fields that are used."""
+        return {*self.optional, *(field for fields in self.required for field in fields)}
+
+
+def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row with fields under their expected names instead of their own, the values of ``columns``; raise RowError if one is missing."""
+    missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL_FIELDS]
+    if missing:
+        raise RowError(f"field {missing[0]!r} of columns is missing; the row has {_field_names(row)}")
+    # Under both names, a field would be used twice: as an instruction and its input, for example.
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    return others | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+
+
+def require_fields(row: Any) -> None:
+    """Raise RowError if a row is no object with fields."""
+    if not isinstance(row, Mapping):
+        raise RowError(f"a row must be an object with fields, but this is {describe_type(row)}")
+
+
+def find_format(row: Any, wanted: str | None, objective: str, columns: Collection[str] = ()) -> RowFormat:
+    """Return the format of a row.
+
+    Args:
+        row: the row, with renamed fields.
+        wanted: name of the format, or None to recognize it by the fields of the row.
+        objective: objective of the run, which limits the formats.
+        columns: expected names of renamed fields; formats that require one of them take precedence.
+
+    Raises:
+        RowError: the row has no known format, or one that the objective does not use.
+    """
+    require_fields(row)
+    usable = [fmt for fmt in FORMATS if objective in fmt.objectives]
+    if wanted is not None:
+        fmt = next(fmt for fmt in FORMATS if fmt.name == wanted)
+        if fmt not in usable:
+            raise RowError(f"format: {wanted} is not supported with objective: {objective}")
+        return fmt
+    named = [fmt for fmt in usable if any(set(fields) & set(columns) for fields in fmt.required)]
+    for fmt in (*named, *usable):
+        if fmt.matches(row):
+            return fmt
+    raise _no_format(row, usable, objective)
+
+
+def _no_format(row: Mapping[str, Any], usable: Sequence[RowFormat], objective: str) -> RowError:
+    """Return the error of a row that has none of the usable formats, with the remedy."""
+    if "role" in row and "content" in row:
+        return RowError(
+            "the row is one message; write each conversation as one row: messages, a list of {role, content}"
+        )
+    expected = ", ".join(" + ".join(fields) for fmt in usable for fields in fmt.required)
+    other = next((fmt for fmt in FORMATS if fmt not in usable and fmt.matches(row)), None)
+    if other is not None:
+        return RowError(
+            f"rows in {other.name} format are not supported with objective: {objective}; use objective: {other.objectives[0]}, or rows "
+            f"with the fields {expected}"
+        )
+    problem = f"the row has {_field_names(row)}, which matches no known format; expected fields: {expected}"
+    formats = [(fields, fmt.optional) for fmt in usable for fields in fmt.required]
+    if found := suggest_columns(row, formats, _USUAL[objective]):
+        problem += f". Rename fields with columns, the expected name first, such as {as_setting(found)}"
+    return RowError(problem)
+
+
+def _text_field(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
+    """Return a field that must be text; an optional one that is missing is empty."""
+    value = row.get(name)
+    if optional and value is None:
+        return ""
+    if name not in row:
+        raise RowError(f"field {name!r} is missing; the row has {_field_names(row)}")
+    if not isinstance(value, str):
+        raise RowError(f"field {name!r} must be text, but is {describe_type(value)}")
+    return value
+
+
+def _from_text(row: Mapping[str, Any]) -> Text:
+    return Text(_text_field(row, "text"))
+
+
+def _from_messages(row: Mapping[str, Any]) -> Conversation:
+    return _conversation(row, read_messages(row, "messages"))
+
+
+def _from_sharegpt(row: Mapping[str, Any]) -> Conversation:
+    return _conversation(row, read_messages(row, "conversations"))
+
+
+def _from_alpaca(row: Mapping[str, Any]) -> Conversation:
+    return _conversation(row, [*_alpaca_prompt(row), {"role": "assistant", "content": _text_field(row, "output")}])
+
+
+def _from_question_answer(row: Mapping[str, Any]) -> Conversation:
+    question, answer = _text_field(row, "question"), _text_field(row, "answer")
+    turn: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return _conversation(row, [*_history(row), *turn])
+
+
+def _alpaca_prompt(row: Mapping[str, Any]) -> list[Message]:
+    """Return the earlier turns of an alpaca row, followed by its instruction and input as one message."""
+    parts = [_text_field(row, "instruction"), _text_field(row, "input", optional=True)]
+    return [*_history(row), {"role": "user", "content": "\n".join(part for part in parts if part)}]
+
+
+def _history(row: Mapping[str, Any]) -> list[Message]:
+    """Return the earlier turns of a row, which LLaMA-Factory stores as pairs of question and answer."""
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list) or not all(map(_is_pair_of_texts, pairs)):
+        raise RowError("field 'history' must be a list of pairs of texts, question and answer")
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+
+
+def _is_pair_of_texts(value: Any) -> bool:
+    """Return whether a value is a list of two texts."""
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
+
+
+def _from_prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
+    _require_one_answer(row, "completion")
+    return _prompt_and_answer(row, "completion")
+
+
+def _from_preference(row: Mapping[str, Any]) -> Preference:
+    """Return the two answers of a row, each with the prompt."""
+    for name in ("chosen", "rejected"):
+        _require_one_answer(row, name)
+    row = _with_prompt(row)
+    return Preference(_prompt_and_answer(row, "chosen"), _prompt_and_answer(row, "rejected"))
+
+
+def _require_one_answer(row: Mapping[str, Any], name: str) -> None:
+    """Raise RowError if a field has several answers as a list of texts, instead of one answer: a text, or a list of messages."""
+    answers = row.get(name)
+    if isinstance(answers, list) and answers and all(isinstance(each, str) for each in answers):
+        raise RowError(f"field {name!r} is a list of texts; write one in each row")
+
+
+def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a preference with a field ``prompt``, extracted from the start of both answers if needed; raise RowError for none or two."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if isinstance(row.get("conversations"), list):  # LLaMA-Factory: the conversation before the answers
+        answers = {name: [row[name]] for name in ("chosen", "rejected") if isinstance(row.get(name), Mapping)}
+        return {**row, "prompt": row["conversations"], **answers}
+    if "instruction" in row and isinstance(chosen, str) and isinstance(rejected, str):
+        if row.get("prompt"):
+            raise RowError("fields 'instruction' and 'prompt' are both prompts; remove one of them")
+        answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+        return {**row, "prompt": _alpaca_prompt(row), **answers}
+    # A text prompt next to two conversations usually repeats their start.
+    if "prompt" in row and not (isinstance(row["prompt"], str) and isinstance(chosen, list)):
+        if unused := [name for name in ("input", "history") if row.get(name)]:
+            raise RowError(
+                f"field {unused[0]!r} belongs to an instruction; remove it, or set columns: {{instruction: prompt}}"
+            )
+        return row
+    return _extract_prompt(row, chosen, rejected)
+
+
+def _extract_prompt(row: Mapping[str, Any], chosen: Any, rejected: Any) -> Mapping[str, Any]:
+    """Return a preference with the common start of both answers as its prompt. If these are messages, and the start has no turn of the user,
+    the text prompt of the row becomes that turn.
+
+    Raises:
+        RowError: the answers are missing or of different types, or have no common start.
+    """
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(value, str | list) or not value:
+            raise RowError(f"field {name!r} must be text or a list of {{role, content}}, but is {describe_type(value)}")
+    if type(chosen) is not type(rejected):
+        raise RowError("fields 'chosen' and 'rejected' must both be text, or both lists of {role, content}")
+    pair = {"chosen": chosen, "rejected": rejected}
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        _require_common_prompt(row, chosen, rejected)
+    if isinstance(chosen, list):
+        pair = {name: read_messages(row, name) for name in pair}
+    found = {**row, **extract_prompt(pair)}
+    if isinstance(row.get("prompt"), str):
+        found["prompt"] = _begin_with_user(found["prompt"], row["prompt"])
+    if not found["prompt"]:
+        raise RowError(_no_prompt(row))
+    return found
+
+
+def _begin_with_user(messages: list[Message], text: str) -> list[Message]:
+    """Return the messages before two answers, with a text as the first turn of the user if they do not begin with one."""
+    num_system = sum(message["role"] in ("system", "developer") for message in messages[:1])
+    turns = messages[num_system:]
+    if turns and turns[0]["role"] != "assistant":
+        return messages
+    return [*messages[:num_system], {"role": "user", "content": text}, *turns]
+
+
+def _require_common_prompt(row: Mapping[str, Any], chosen: str, rejected: str) -> None:
+    """Raise RowError for two answers of a row that are texts whose common start is not a prompt, such as the Y in Yes and You."""
+    if chosen == rejected:
+        return  # such a pair is left out once it is tokenized
+    if chosen.startswith(rejected) or rejected.startswith(chosen):
+        raise RowError(
+            "one of 'chosen' and 'rejected' is the start of the other, so it has no answer; add a field 'prompt'"
+        )
+    common = next(index for index, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+    if not any(map(str.isspace, chosen[:common])):
+        raise RowError(_no_prompt(row))
+
+
+def _no_prompt(row: Mapping[str, Any]) -> str:
+    """Return the message for a preference without a prompt, with the remedy."""
+    found = field_for(row, "prompt")
+    remedy = f"name it with {as_setting({'prompt': found})}" if found else "add a field 'prompt'"
+    return f"'chosen' and 'rejected' have no common start to use as the prompt; {remedy}"
+
+
+def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Completion:
+    """Return the example of a prompt and an answer, which must either both be text or both be messages."""
+    prompt, answer = row.get("prompt"), row.get(name)
+    if isinstance(prompt, str) and isinstance(answer, str):
+        of_messages = {"system": _text_field(row, "system", optional=True), "tools": _tools(row)}
+        for field, value in (of_messages | {"chat_template_kwargs": row.get("chat_template_kwargs")}).items():
+            if value:
+                raise RowError(f"field {field!r} is not used with a text prompt; write the prompt as messages")
+        return Completion(prompt, answer)
+    for field, value in (("prompt", prompt), (name, answer)):
+        if not isinstance(value, str | list):
+            raise RowError(
+                f"field {field!r} must be text or a list of {{role, content}}, but is {describe_type(value)}"
+            )
+    if type(prompt) is not type(answer):
+        raise RowError(
+            f"field 'prompt' is {describe_type(prompt)}, but {name!r} is {describe_type(answer)}; both must be text, or both lists"
+        )
+    messages, answers = read_messages(row, "prompt"), read_messages(row, name)
+    return _conversation(row, [*messages, *answers], len(messages))
+
+
+def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: int | None = None) -> Conversation:
+    """Return messages, at least one, as a conversation with the system prompt, tools and template options of the row.
+
+    ``num_prompt``: number of messages that are the prompt; None if the row does not say.
+    """
+    options = row.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise RowError(f"field 'chat_template_kwargs' must be an object, but is {describe_type(options)}")
+    if reserved := sorted(name for name in options if name in _reserved_options() or name.endswith("_token")):
+        raise RowError(f"chat_template_kwargs.{reserved[0]} cannot be set by a row; remove it")
+    system, first = _text_field(row, "system", optional=True), messages[0]
+    if system and first["role"] in ("system", "developer") and first["content"] != system:
+        raise RowError("field 'system' and the system message differ; keep one of them")
+    if system and first["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": system}, *messages]
+        num_prompt = None if num_prompt is None else num_prompt + 1
+    return Conversation(validate_messages(messages), _tools(row), dict(options), num_prompt)
+
+
+@cache
+def _reserved_options() -> frozenset[str]:
+    """Return the options of a chat template that are the tokenizer's, such as its length, and that a row may not set."""
+    from transformers import PreTrainedTokenizerBase
+
+    options = set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
+    others = {"messages", "add_special_tokens", "return_offsets_mapping", "special_tokens_map", "strftime_now"}
+    return frozenset(options | others)
+
+
+def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools of a row, which may be JSON text; None without any."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"field 'tools' is not valid JSON ({getattr(error, 'msg', error)})") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError(f"field 'tools' must be a list of JSON schemas, but is {describe_type(tools)}")
+    return tools
+
+
+def _field_names(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, row)) if row else "no fields"
+
+
+_WITH_MESSAGES = ("system", "tools", "chat_template_kwargs")
+_WITH_HISTORY = ("history", *_WITH_MESSAGES)
+_SFT = ("sft",)
+FORMATS = (
+    RowFormat(
+        "preference", ("dpo",), (("chosen", "rejected"),), ("prompt", "conversations", "instruction", "input", *_WITH_HISTORY), _from_preference,
+    ),
+    RowFormat("messages", _SFT, (("messages",),), _WITH_MESSAGES, _from_messages),
+    RowFormat("sharegpt", _SFT, (("conversations",),), _WITH_MESSAGES, _from_sharegpt),
+    RowFormat("prompt_completion", _SFT, (("prompt", "completion"),), _WITH_MESSAGES, _from_prompt_completion),
+    RowFormat("alpaca", _SFT, (("instruction", "output"),), ("input", *_WITH_HISTORY), _from_alpaca),
+    RowFormat("question_answer", _SFT, (("question", "answer"),), _WITH_HISTORY, _from_question_answer),
+    RowFormat("text", ("sft", "pretrain"), (("text",),), (), _from_text),
+)  # fmt: skip
+OPTIONAL_FIELDS = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that rows may lack
+_USUAL = {"sft": ("question", "answer"), "pretrain": ("text",), "dpo": ("chosen", "rejected")}  # suggested if in doubt

@@ -1,0 +1,83 @@
+"""Pack several rows into one."""
+
+from typing import Any
+
+import numpy as np
+
+from horizon_lm.runs.data import trl_compat
+from horizon_lm.runs.data.sources import digest
+from horizon_lm.runs.data.table_cache import record
+from horizon_lm.runs.data.token_dataset import Part
+
+# Number of tokens packed together: those of 1,000 rows, as in TRL, unless rows average more than 2,000 tokens.
+_TOKENS_PER_BATCH = 2_000_000
+_ROW_COLUMN = "row_of_token"  # column with the index of each token's source row
+_TRAINED_ROWS = "trained_rows"  # column with the indices of the source rows that have targets
+
+
+def pack(part: Part, strategy: str, length: int) -> Part:
+    """Pack the rows in use of a part into rows of at most ``length`` tokens by TRL's ``strategy``, a batch of rows at a time."""
+    batch_size = max(1, min(1000, int(_TOKENS_PER_BATCH / max(1.0, float(part.lengths.mean())))))
+    fingerprint = digest(part.fingerprint, strategy, length)
+    rows = _rows_in_use(part, batch_size, fingerprint)
+    # Every file on the way is in the cache under a key of its own.
+    packed = trl_compat.pack(
+        record(rows), length, strategy, batch_size=batch_size, new_fingerprint=digest(fingerprint, "packed"), desc="packing",
+    )  # fmt: skip
+    packed = record(packed).map(
+        _count_targets, batched=True, batch_size=100, new_fingerprint=digest(fingerprint, "counted", _TRAINED_ROWS), desc="counting targets",
+    )  # fmt: skip
+
+    def place_of_packed(index: int) -> str:
+        numbers = np.unique(packed.data.column(_ROW_COLUMN)[index].values.to_numpy()).tolist()
+        return " + ".join(part.place(number) for number in numbers)
+
+    # A long row is split into several, some of which may have no targets.
+    with_targets = np.flatnonzero(packed.data.column("num_targets").to_numpy())
+    return Part(record(packed), place_of_packed, with_targets, part.weight)
+
+
+def rows_without_targets(part: Part, packed: Part) -> np.ndarray:
+    """Return the indices of the rows in use of a part that have no target in its packed rows, int (n,)."""
+    chunks = packed.table.data.column(_TRAINED_ROWS).chunks
+    return np.setdiff1d(part.indices, np.concatenate([chunk.flatten().to_numpy() for chunk in chunks]))
+
+
+def _rows_in_use(part: Part, batch_size: int, fingerprint: str) -> Any:
+    """Return the tokens and target masks of the rows in use of a part, and for each token its row, which packing does not keep."""
+    import datasets
+
+    table = part.table
+    ids = table.features["input_ids"]
+    features = datasets.Features(input_ids=ids, trained=table.features["trained"], **{_ROW_COLUMN: ids})
+    is_used = np.zeros(len(table), dtype=bool)
+    is_used[part.indices] = True
+
+    def select(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        rows = zip(indices, columns["input_ids"], columns["trained"], strict=True)
+        used = [(index, ids, trained) for index, ids, trained in rows if is_used[index]]
+        return {
+            "input_ids": [ids for _, ids, _ in used],
+            "trained": [trained for _, _, trained in used],
+            _ROW_COLUMN: [[index] * len(ids) for index, ids, _ in used],
+        }
+
+    return table.map(
+        select, batched=True, batch_size=batch_size, with_indices=True, remove_columns=table.column_names, features=features,
+        new_fingerprint=fingerprint, desc="selecting rows to pack",
+    )  # fmt: skip
+
+
+def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the number of targets of each packed row, and the rows that have them. The first token of a document is no target, since no
+    token before it predicts it.
+    """
+    counts, rows = [], []
+    for index, trained in enumerate(columns["trained"]):
+        mask = np.array(trained, dtype=bool)
+        # The strategy ``wrapped`` keeps no borders between documents.
+        segments = columns["seq_lengths"][index] if "seq_lengths" in columns else [len(mask)]
+        mask[np.cumsum([0, *segments[:-1]])] = False
+        counts.append(int(mask.sum()))
+        rows.append(np.unique(np.asarray(columns[_ROW_COLUMN][index])[mask]))
+    return {"num_targets": counts, _TRAINED_ROWS: rows}

@@ -1,0 +1,257 @@
+"""Tokenized rows on disk, read by index."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+import xxhash
+
+from horizon_lm.runs.data.sources import digest
+from horizon_lm.runs.data.tokenize import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A training row: one sequence of tokens, or the two sequences of a preference.
+
+    Attributes:
+        sequences: the tokenized sequences.
+        segments: lengths of the rows in a packed row; None for other rows.
+        place: origin of the row, for messages.
+    """
+
+    sequences: Sequence[Tokens]
+    segments: Sequence[int] | None
+    place: str
+
+    def __len__(self) -> int:
+        """Return the number of tokens in the longest sequence."""
+        return max(len(sequence.ids) for sequence in self.sequences)
+
+
+class TokenTable(Sequence[Row]):
+    """A sequence of rows that are read from disk on access.
+
+    Attributes:
+        lengths: tokens in the longest sequence of each row, int (n,).
+        num_tokens: tokens in all sequences of each row, int (n,).
+        num_targets: targets in each row, int (n,).
+    """
+
+    def __init__(self, parts: Sequence["Part"]) -> None:
+        self._parts = list(parts)
+        self._ends = np.cumsum([len(part.indices) for part in self._parts])
+        empty = [np.zeros(0, dtype=np.int64)]
+        self.lengths = np.concatenate([part.lengths[part.indices] for part in self._parts] or empty)
+        self.num_tokens = np.concatenate([part.num_tokens[part.indices] for part in self._parts] or empty)
+        self.num_targets = np.concatenate([part.num_targets[part.indices] for part in self._parts] or empty)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        part = self._parts[number]
+        first = self._ends[number] - len(part.indices)  # index of the part's first row
+        return part.row(int(part.indices[index - first]))
+
+    @property
+    def parts(self) -> Sequence["Part"]:
+        """The parts of the table, one for each dataset."""
+        return self._parts
+
+    @property
+    def needs_mask(self) -> bool:
+        """True if rows are packed or differ in length, so that batches have several segments or padding."""
+        if any("seq_lengths" in part.table.column_names for part in self._parts):
+            return True
+        if not len(self):
+            return False
+        num_sequences = max(part.num_sequences for part in self._parts)  # of a row; the same in all parts
+        return int(self.num_tokens.min()) < num_sequences * int(self.lengths.max())
+
+    def part_sizes(self) -> list[int]:
+        """Return the number of rows in each dataset."""
+        return [len(part.indices) for part in self._parts]
+
+    def weights(self) -> list[float]:
+        """Return the number of times that the rows of each dataset are used in an epoch."""
+        return [part.weight for part in self._parts]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the rows and their order."""
+        return digest(*(part.fingerprint for part in self._parts))
+
+    @cached_property
+    def content_hash(self) -> str:
+        """A hash of the tokens, targets and segments of all rows in their order, whatever files they come from."""
+        return digest(*(part.content_hash for part in self._parts))
+
+    def token_ids(self) -> Iterator[np.ndarray]:
+        """Yield the tokens of all tables in chunks, including rows that are not in use."""
+        for part in self._parts:
+            yield from part.token_ids()
+
+    def split(self, held_out: np.ndarray) -> tuple["TokenTable", "TokenTable"]:
+        """Return the rows selected by a mask (n,), and the remaining rows."""
+        selected, others, start = [], [], 0
+        for part in self._parts:
+            mask = held_out[start : start + len(part.indices)]
+            selected.append(part.select(part.indices[mask]))
+            others.append(part.select(part.indices[~mask]))
+            start += len(part.indices)
+        return TokenTable(selected), TokenTable(others)
+
+
+class Part:
+    """The rows of one dataset that are in use.
+
+    Args:
+        table: a `datasets.Dataset` of tokens: ``input_ids``, ``trained``, ``num_targets``, and for preferences also
+            ``rejected_ids`` and ``rejected_trained``, for packed rows also ``seq_lengths``.
+        place: function from the index of a row to its origin.
+        indices: indices of the rows in use.
+        weight: number of times that each row is used in an epoch.
+    """
+
+    def __init__(self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0) -> None:
+        self.table, self._place, self.indices, self.weight = table, place, indices, weight
+        self._hashes: dict[int | None, np.ndarray] = {}  # by the length that `row_hashes` was asked for
+        # Lengths of sequences, (sequences of a row, rows); then of a row its longest sequence, and all of them.
+        lengths = np.stack([_list_lengths(table.data.column(name)) for name in self._id_columns])
+        self.lengths, self.num_tokens = lengths.max(0), lengths.sum(0)
+        self.num_targets = table.data.column("num_targets").to_numpy().astype(np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of rows in use."""
+        return len(self.indices)
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences in a row: two for preferences, otherwise one."""
+        return len(self._id_columns)
+
+    @property
+    def _id_columns(self) -> list[str]:
+        """The columns with the token ids of the sequences of a row."""
+        return [name for name in ("input_ids", "rejected_ids") if name in self.table.column_names]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the rows in use and their order."""
+        return digest(self.table._fingerprint, hashlib.sha256(self.indices.tobytes()).hexdigest())
+
+    @property
+    def content_hash(self) -> str:
+        """A hash of the tokens, targets and segments of the table, and of the indices of the rows in use."""
+        content = xxhash.xxh3_128(self.indices.astype(np.int64).data)
+        for name in (*self._id_columns, "trained", "rejected_trained", "seq_lengths"):
+            if name not in self.table.column_names:
+                continue
+            content.update(name.encode())
+            chunks = self.table.data.column(name).chunks
+            for chunk in chunks:  # all lengths before all values, so that chunks do not matter
+                lengths = chunk.value_lengths().to_numpy(zero_copy_only=False)
+                content.update(np.ascontiguousarray(lengths, np.int64).data)
+            for chunk in chunks:
+                content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
+        return content.hexdigest()
+
+    @property
+    def longest(self) -> np.ndarray:
+        """The length of the longest sequence in each row of the table; of a packed row, that of the longest row in it."""
+        if "seq_lengths" not in self.table.column_names:
+            return self.lengths
+        longest = [np.zeros(0, dtype=np.int64)]
+        for chunk in self.table.data.column("seq_lengths").chunks:
+            if len(chunk):
+                counts = chunk.value_lengths().to_numpy()  # rows in each packed row, at least one
+                longest.append(np.maximum.reduceat(chunk.flatten().to_numpy(), np.cumsum(counts) - counts))
+        return np.concatenate(longest)
+
+    def select(self, indices: np.ndarray) -> "Part":
+        """Return a part with a different set of rows in use."""
+        return Part(self.table, self._place, indices, self.weight)
+
+    def row(self, index: int) -> Row:
+        """Return the row at an index of the table."""
+        entry = self.table.data.fast_slice(index, 1)
+
+        def values(name: str) -> np.ndarray:
+            return np.array(entry.column(name)[0].values.to_numpy(zero_copy_only=False))
+
+        masks = ("trained", "rejected_trained")
+        sequences = [Tokens(values(ids), values(mask)) for ids, mask in zip(self._id_columns, masks, strict=False)]
+        segments = values("seq_lengths").tolist() if "seq_lengths" in entry.column_names else None
+        return Row(sequences, segments, self._place(index))
+
+    def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield the rows in use, a chunk of the table at a time: their indices (n,), ends (n,), tokens (t,) and target masks (t,).
+
+        The rows' tokens are concatenated, and row i ends before ``ends[i]``. Preferences contribute their chosen answers
+        only.
+        """
+        used = np.zeros(len(self.lengths), dtype=bool)
+        used[self.indices] = True
+        start, columns = 0, (self.table.data.column(name).chunks for name in ("input_ids", "trained"))
+        for ids, trained in zip(*columns, strict=True):
+            lengths = ids.value_lengths().to_numpy()
+            is_used = used[start : start + len(lengths)]
+            if is_used.any():
+                keep = np.repeat(is_used, lengths)  # by token
+                tokens, targets = (each.flatten().to_numpy(zero_copy_only=False)[keep] for each in (ids, trained))
+                yield start + np.flatnonzero(is_used), np.cumsum(lengths[is_used]), tokens, targets
+            start += len(lengths)
+
+    def row_hashes(self, length: int | None = None) -> np.ndarray:
+        """Return a hash of the tokens of each row in use, or of the first ``length`` of each sequence, uint64 (n,)."""
+        # Lengths that cut no row share one entry.
+        key = None if length is None or length >= self.lengths.max(initial=0) else length
+        if key not in self._hashes:
+            self._hashes[key] = self._hash_rows(key)
+        return self._hashes[key]
+
+    def _hash_rows(self, length: int | None) -> np.ndarray:
+        """Compute the hashes of `row_hashes`; None hashes whole sequences. The hash of a preference chains its two sequences."""
+        hashes = np.zeros(len(self.lengths), dtype=np.uint64)
+        used = np.zeros(len(self.lengths), dtype=bool)
+        used[self.indices] = True
+        for name in self._id_columns:
+            start = 0  # of the chunk, in the table
+            for chunk in self.table.data.column(name).chunks:
+                values, borders = chunk.flatten().to_numpy(), np.concatenate([[0], np.cumsum(chunk.value_lengths())])
+                for row in np.flatnonzero(used[start : start + len(chunk)]):
+                    tokens = values[borders[row] : borders[row + 1]][:length]
+                    content = hashes[start + row].tobytes() + tokens.tobytes()  # with those of the sequence before it
+                    hashes[start + row] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+                start += len(chunk)
+        return hashes[self.indices]
+
+    def place(self, index: int) -> str:
+        """Return the origin of a row."""
+        return self._place(index)
+
+    def token_ids(self) -> Iterator[np.ndarray]:
+        """Yield all tokens of the table in chunks, including rows that are not in use."""
+        for name in self._id_columns:
+            for chunk in self.table.data.column(name).chunks:
+                yield chunk.flatten().to_numpy(zero_copy_only=False)
+
+
+def _list_lengths(column: Any) -> np.ndarray:
+    """Return the lengths of the lists in a column without reading the lists."""
+    import pyarrow.compute as pc
+
+    return np.asarray(pc.list_value_length(column).to_numpy(), dtype=np.int64)

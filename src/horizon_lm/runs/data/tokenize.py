@@ -1,0 +1,296 @@
+"""Tokenize examples, mask the tokens to train on, and check what is left of them at the maximum length."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntFlag
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import numpy as np
+
+from horizon_lm.runs.data.chat_template import (
+    ChatRenderer,
+    TokenizedConversation,
+    reaches_behind,
+    stripping_ids,
+    with_offsets,
+)
+from horizon_lm.runs.data.conversations import (
+    Completion,
+    Conversation,
+    Example,
+    Message,
+    Preference,
+    RowError,
+    Text,
+    has_answer,
+    has_content,
+    has_text,
+)
+
+
+class RowFlag(IntFlag):
+    """Facts about a row as it is used, after truncation, that are counted and reported. Cached tables have their numbers."""
+
+    TRUNCATED = 1
+    MISSING_EOS = 2  # no end-of-turn token follows an answer
+    LOST_TARGETS = 4  # by truncation
+    DROPPED_BY_TEMPLATE = 8  # messages, reasoning or tools
+    UNTEMPLATED = 16  # prompt and completion as text, although the tokenizer has a chat template
+    SPECIAL_TEXT = 32  # a special token in a message of another than the assistant
+    ASSISTANT_FIRST = 64  # before any turn of the user
+    UNANSWERED = 128  # the last turn is not the assistant's
+    BLANK = 256  # a question or one of several answers without a character but whitespace
+    NO_ANSWER = 512  # no target, or no text, completion or answer but whitespace
+    SAME_ANSWERS = 1024  # of a preference
+    CUT_ANSWER = 2048  # as NO_ANSWER, but by truncation
+
+
+REASONS = (RowFlag.NO_ANSWER, RowFlag.CUT_ANSWER, RowFlag.SAME_ANSWERS)
+LEFT_OUT = reduce(or_, REASONS)  # rows with one of these are not used
+_NONE, _NO_ENDS = RowFlag(0), np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A tokenized sequence.
+
+    Attributes:
+        ids: token ids, int32 (T,).
+        trained: mask of the targets, bool (T,). The first token is never a target, since nothing predicts it.
+        flags: facts to report.
+        ends: indices of the special tokens that end answers, int (E,).
+        inner: special tokens inside of answers.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    flags: RowFlag = _NONE
+    ends: np.ndarray = field(default_factory=lambda: _NO_ENDS)
+    inner: frozenset[int] = frozenset()
+
+    @property
+    def num_targets(self) -> int:
+        """The number of tokens to train on."""
+        return int(self.trained[1:].sum())
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that are trained on as the end of an answer, each once."""
+        ends = self.ends[self.trained[self.ends]]
+        return sorted(set(self.ids[ends].tolist()) - self.inner)
+
+
+def _flag(flag: RowFlag, is_set: object) -> RowFlag:
+    return flag if is_set else _NONE
+
+
+def flags_of_row(sequences: Sequence[Tokens]) -> RowFlag:
+    """Return the flags of all sequences of a row, but only the first reason to leave it out, so that it is counted once."""
+    flags = reduce(or_, (each.flags for each in sequences))
+    first = next((reason for reason in REASONS if reason in flags), _NONE)
+    return flags & ~LEFT_OUT | first
+
+
+def _turn_flags(messages: Sequence[Message]) -> RowFlag:
+    """Return the flags of the first and the last turn of a conversation."""
+    turns = [each["role"] for each in messages if each["role"] not in ("system", "developer")]
+    first = _flag(RowFlag.ASSISTANT_FIRST, turns[:1] == ["assistant"])
+    return first | _flag(RowFlag.UNANSWERED, turns[-1:] != ["assistant"])
+
+
+class ExampleTokenizer:
+    """A tokenizer of examples, with a mask of the tokens to train on.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        train_on: ``assistant``, ``completion`` or ``all``; None for the assistant's tokens of a conversation, the completion
+            of a prompt, and all tokens of a text.
+        max_length: length to which sequences are truncated, or None.
+        day: the date that chat templates print; None for that of the clock.
+    """
+
+    def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None, day: str | None = None) -> None:
+        self._tokenizer, self._train_on, self._max_length = with_offsets(tokenizer), train_on, max_length
+        self._day = day
+        self._renderer: ChatRenderer | None = None
+        self._stripping = stripping_ids(tokenizer)
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
+            *tokenizer.all_special_tokens
+        }
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+
+    def tokenize(self, example: Example) -> list[Tokens]:
+        """Return the truncated sequence of an example, or both sequences of a preference. All flags are about the tokens that are left.
+
+        Raises:
+            RowError: the example cannot be rendered or masked.
+        """
+        if isinstance(example, Text):
+            return [self._tokenize_text(example)]
+        if not isinstance(example, Preference):
+            return [self._tokenize_answer(example, self._train_on)]
+        pair = [self._tokenize_answer(answer, "completion") for answer in (example.chosen, example.rejected)]
+        flag = _flag(RowFlag.SAME_ANSWERS, np.array_equal(pair[0].ids, pair[1].ids))
+        # A prompt of a preference may begin and end with any turn.
+        return [
+            replace(each, flags=(each.flags | flag) & ~(RowFlag.ASSISTANT_FIRST | RowFlag.UNANSWERED)) for each in pair
+        ]
+
+    def _tokenize_text(self, example: Text) -> Tokens:
+        """Return the tokens of a text, all of which are trained; raise RowError if ``train_on`` asks for a part of it."""
+        if self._train_on in ("assistant", "completion"):
+            raise RowError(f"a text has no prompt or assistant for train_on: {self._train_on}; remove train_on")
+        ids = np.array(self._tokenizer(self._with_eos(example.text))["input_ids"], dtype=np.int32)
+        trained = np.ones(len(ids), dtype=bool)
+        flags = _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
+        return self._cut(ids, trained, trained, flags | _flag(RowFlag.NO_ANSWER, not has_answer(example)))
+
+    def _tokenize_answer(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
+        """Return the tokens of a prompt and its answer. Without ``train_on`` a completion is trained, or else the assistant's tokens."""
+        if isinstance(example, Completion):
+            return self._tokenize_completion(example, train_on)
+        rendered = self.renderer.render(example)
+        default = "assistant" if example.num_prompt is None else "completion"
+        trained = _TARGET_MASKS[train_on or default](rendered.assistant, example)
+        messages = self._kept_messages(example, rendered)
+        questions_and_answers = (each for each in messages if each["role"] in ("user", "assistant"))
+        flags = (
+            _turn_flags(messages)
+            | _flag(RowFlag.MISSING_EOS, rendered.unended is not None and self._keeps(rendered.unended))
+            | _flag(RowFlag.DROPPED_BY_TEMPLATE, rendered.dropped is not None and rendered.dropped < len(messages))
+            | _flag(RowFlag.SPECIAL_TEXT, self._has_special_text(messages))
+            | _flag(RowFlag.BLANK, not all(map(has_content, questions_and_answers)))
+            | _flag(RowFlag.NO_ANSWER, not has_answer(example) or not rendered.assistant.any())
+        )
+        ids, answer = rendered.ids.astype(np.int32), trained & rendered.assistant
+        return self._cut(ids, trained, answer, flags, rendered.ends, rendered.inner)
+
+    def _keeps(self, index: int) -> bool:
+        """Return whether truncation keeps the token at an index."""
+        return self._max_length is None or index < self._max_length
+
+    def _cut(
+        self, ids: np.ndarray, trained: np.ndarray, answer: np.ndarray, flags: RowFlag, ends: np.ndarray = _NO_ENDS,
+        inner: frozenset[int] = frozenset(),
+    ) -> Tokens:  # fmt: skip
+        """Return the tokens that truncation keeps, with the flags of what it leaves of them.
+
+        Args:
+            ids, trained: the sequence, shape (T,).
+            answer: mask of the text, the completion or the answers that are trained on, bool (T,).
+            flags: flags that truncation does not change.
+            ends, inner: as in `Tokens`.
+        """
+        length = self._max_length
+        kept = Tokens(ids[:length], trained[:length], ends=ends if length is None else ends[ends < length], inner=inner)
+        flags |= _flag(RowFlag.NO_ANSWER, not trained[1:].any())
+        if not self._keeps(len(ids) - 1):
+            flags |= RowFlag.TRUNCATED | _flag(RowFlag.LOST_TARGETS, trained[length:].any())
+            is_left = kept.num_targets and has_text(self._tokenizer.decode(kept.ids[answer[:length]]))
+            flags |= _flag(RowFlag.CUT_ANSWER, not is_left)
+        return replace(kept, flags=flags)
+
+    def _kept_messages(self, example: Conversation, rendered: TokenizedConversation) -> Sequence[Message]:
+        """Return the messages of which truncation keeps tokens; all of them if it is not certain which ones.
+
+        Only the places of answers are known. So the last answer that is kept, in whole or in part, decides: the messages after it, up to
+        the first answer that is lost, count as kept if any text follows it.
+        """
+        messages, starts, answers = example.messages, _starts(rendered.assistant), _answers(example)
+        if self._keeps(len(rendered.ids) - 1) or len(starts) != len(answers):
+            return messages
+        num_kept = sum(map(self._keeps, starts))  # answers
+        before_lost = messages[: answers[num_kept]] if num_kept < len(answers) else messages
+        if not num_kept:
+            return before_lost
+        end = np.flatnonzero(rendered.assistant[: self._max_length])[-1] + 1  # of the last answer that is kept
+        rest = self._tokenizer.decode(rendered.ids[end : self._max_length], skip_special_tokens=True)
+        return before_lost if has_text(rest) else messages[: answers[num_kept - 1] + 1]
+
+    def _has_special_text(self, messages: Sequence[Message]) -> bool:
+        """Return whether a message of another than the assistant has a special token, which the model reads as such."""
+        if self._special is None or self._tokenizer.split_special_tokens:
+            return False
+        texts = (message["content"] for message in messages if message["role"] != "assistant")
+        return any(map(self._special.search, texts))
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """The conversation renderer, created on first use because not all rows need a chat template."""
+        if self._renderer is None:
+            self._renderer = ChatRenderer(self._tokenizer, day=self._day)
+        return self._renderer
+
+    def _tokenize_completion(self, example: Completion, train_on: str | None) -> Tokens:
+        """Return the tokens of a prompt and a completion that are plain text, which no template renders."""
+        if train_on == "assistant":
+            raise RowError("a prompt and completion in text have no assistant tokens; use train_on: completion")
+        text = self._with_eos(example.prompt + example.completion)
+        encoded = self._tokenizer(text, return_offsets_mapping=True)
+        ids = np.array(encoded["input_ids"], dtype=np.int32)
+        # A token that spans both belongs to the completion, and so do all after it, such as those that the tokenizer appends.
+        offsets = np.array(encoded["offset_mapping"])
+        completion = np.cumsum(reaches_behind(len(example.prompt), ids, offsets, self._stripping)) > 0
+        trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
+        end = self._tokenizer.eos_token_id
+        flags = (
+            _flag(RowFlag.MISSING_EOS, end is None)
+            | _flag(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None)
+            | _flag(RowFlag.BLANK, not has_text(example.prompt))
+            | _flag(RowFlag.NO_ANSWER, not has_answer(example))
+        )
+        return self._cut(ids, trained, completion, flags, np.flatnonzero(ids == end)[-1:])
+
+    def _with_eos(self, text: str) -> str:
+        """Return a text that ends with the tokenizer's end-of-sequence token, if it has one."""
+        end = self._tokenizer.eos_token
+        return text if end is None or text.endswith(end) else text + end
+
+
+def _starts(mask: np.ndarray) -> np.ndarray:
+    """Return the index of the first token of each part of a mask (T,)."""
+    return np.flatnonzero(mask & ~np.insert(mask[:-1], 0, False))
+
+
+def _answers(example: Conversation) -> list[int]:
+    """Return the indices of the assistant's messages in a conversation that are not empty; empty ones have no tokens."""
+    return [i for i, each in enumerate(example.messages) if each["role"] == "assistant" and has_content(each)]
+
+
+def _completion_mask(assistant: np.ndarray, example: Conversation) -> np.ndarray:
+    """Return the mask (T,) of the completion: all tokens from the first answer after the prompt on or, in a row without a separate prompt,
+    the assistant's tokens in the last answer. ``assistant``: the mask (T,) of the assistant's tokens.
+
+    Raises:
+        RowError: the assistant's tokens are in more or fewer parts than the conversation has answers, or one of several answers after
+            the prompt is empty.
+    """
+    starts, answers = _starts(assistant), _answers(example)
+    if len(starts) != len(answers):
+        raise RowError(
+            f"the row has {len(answers)} answers, but the chat template renders {len(starts)}, so the start of the completion is "
+            "ambiguous; use train_on: assistant, or another template"
+        )
+    first_message = example.num_prompt
+    if first_message is None:  # the last answer, even if it is empty
+        first_message = max((i for i, each in enumerate(example.messages) if each["role"] == "assistant"), default=0)
+    after_prompt = [index for index in answers if index >= first_message]
+    if not after_prompt:
+        return np.zeros(len(assistant), dtype=bool)
+    completion = np.arange(len(assistant)) >= starts[answers.index(after_prompt[0])]
+    if example.num_prompt is None:
+        return assistant & completion
+    num_with_empty = sum(each["role"] == "assistant" for each in example.messages[first_message:])
+    if num_with_empty > len(after_prompt):
+        raise RowError("an answer after the prompt is empty, and cannot be told from the tokens around it; remove it")
+    return completion
+
+
+_TARGET_MASKS: dict[str, Callable[[np.ndarray, Conversation], np.ndarray]] = {
+    "assistant": lambda assistant, example: assistant,
+    "completion": _completion_mask,
+    "all": lambda assistant, example: np.ones(len(assistant), dtype=bool),
+}

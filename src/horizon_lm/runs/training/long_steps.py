@@ -1,0 +1,67 @@
+"""Show how far a step is that takes long."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from horizon_lm.common.quantities import counted, format_seconds
+from horizon_lm.engine.streamed import engine_of
+from horizon_lm.runs.training.part import Part
+from horizon_lm.runs.training.run import Run, Training
+
+_SECONDS = 5  # between two looks at a step
+
+
+class LongSteps(Part):
+    """Shows the phase and the time of a step while it runs, and the planned time of the first one before it begins."""
+
+    def __init__(self, run: Run, training: Training) -> None:
+        self._run, self._training, self._reporter = run, training, run.session.reporter
+        self._is_first = True
+
+    def before_step(self, step: int) -> None:
+        if self._is_first:
+            self._is_first = False
+            blocks = counted(engine_of(self._training.model).parts.num_blocks, "block")
+            self._reporter.announce(step, f"{blocks}, forward and backward{self._planned()}", self._planned_seconds())
+
+    @contextmanager
+    def during_step(self, step: int) -> Iterator[None]:
+        begun = time.monotonic()
+
+        def show() -> None:
+            phase = engine_of(self._training.model).cursor.describe_progress()  # empty between two passes
+            since = f"{format_seconds(time.monotonic() - begun)} since its start"
+            line = f"{phase}, {since}" if phase else since
+            self._reporter.note(step, phase, line + self._planned())
+
+        with _repeated(show):
+            yield
+
+    def _planned_seconds(self) -> float:
+        """Return the expected seconds of a step; 0 if they are unknown, as for a step too short to be announced."""
+        time_of_step = self._run.settings.plan.time
+        return 0.0 if time_of_step is None else time_of_step.seconds
+
+    def _planned(self) -> str:
+        seconds = self._planned_seconds()
+        return f", about {format_seconds(seconds)} by the plan" if seconds >= 1 else ""
+
+
+@contextmanager
+def _repeated(action: Callable[[], None]) -> Iterator[None]:
+    """Context manager: call a function every few seconds in a thread of its own, as long as the enclosed work takes."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(_SECONDS):
+            action()
+
+    thread = threading.Thread(target=repeat, name="horizon-long-steps", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()  # no line of a step comes after its end

@@ -1,0 +1,321 @@
+"""Find the checkpoint that a run goes on from, and reject it if the run would not be the same one."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.errors import ConfigError
+from horizon_lm.planning.arithmetic.request import Request
+from horizon_lm.runs.checkpoints.checkpoint import read_state
+from horizon_lm.runs.checkpoints.finding import require_checkpoint
+from horizon_lm.runs.checkpoints.manifest import installed_packages, read_manifest, verify
+from horizon_lm.runs.config.rules import OnResume
+from horizon_lm.runs.config.run import RunConfig, settings_with
+from horizon_lm.runs.data.chat_template import today
+from horizon_lm.runs.training.output_folder import output_folder
+from horizon_lm.runs.training.resumable import (
+    begins_anew,
+    checkpoints_to_resume,
+    names_checkpoint,
+    remedy_of_changes,
+    require_same_training,
+)
+from horizon_lm.runs.training.rows import RunData
+from horizon_lm.runs.training.run_lock import RunLock
+from horizon_lm.runs.training.run_state import FORMAT, ResumePoint, reading
+from horizon_lm.runs.training.starting_weights import sample_weights
+
+# Settings that the plan chooses, unless they are set.
+_OPEN_TO_PLAN = set(Request.names_of_choices()) - settings_with(OnResume.FREE)
+_VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
+
+
+def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
+    """Return the checkpoint that ``resume_from_checkpoint`` selects, or None to begin anew, and lines that say so.
+
+    All files of the checkpoint are read and verified. If the newest one in ``output_dir`` is damaged, the one before is selected.
+
+    Raises:
+        ConfigError: there is no checkpoint, or none that is not damaged; or another run is writing into ``output_dir``.
+    """
+    if begins_anew(config):
+        return None, []
+    output = output_folder(config)
+    require_checkpoint(config.resume_from_checkpoint, output)
+    found = checkpoints_to_resume(config)
+    if names_checkpoint(config):
+        point = open_point(found[0])
+        return point, [_resume_line(point)]
+    if found:
+        RunLock(output).require_free()  # or checkpoints that are being deleted would look damaged
+        return _newest_undamaged(found)
+    was_interrupted = (output / "metrics.jsonl").exists()
+    return None, [f"resume: {output} has no checkpoint, so the run begins anew"] if was_interrupted else []
+
+
+def _newest_undamaged(checkpoints: Sequence[Path]) -> tuple[ResumePoint, list[str]]:
+    """Return the last of these checkpoints that is not damaged, and lines about it and those that are. Raise ConfigError if all are."""
+    problems: list[str] = []
+    for folder in reversed(checkpoints):
+        try:
+            point = open_point(folder)
+            return point, [*problems, _resume_line(point)]
+        except ConfigError as error:
+            problems.append(f"resume: warning: {error}")
+    raise ConfigError(
+        "\n".join([*problems, "no checkpoint can be used; remove them, or set resume_from_checkpoint: false"])
+    )
+
+
+def _resume_line(point: ResumePoint) -> str:
+    return f"resume: from {point.folder} (step {point.step} of {point.state['num_steps']})"
+
+
+def rows_of_all_ranks(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
+    """Return the number of rows in a step of all ranks: that of the checkpoint, whatever the number of ranks is now, unless the settings
+    of the batch have changed.
+    """
+    by_settings = config.rows_per_step * num_ranks
+    if point is None or _saved_rows_of_rank(point, config) != config.rows_per_step:
+        return by_settings
+    return int(point.state.get("rows_per_step", by_settings))
+
+
+def _saved_rows_of_rank(point: ResumePoint, config: RunConfig) -> int:
+    """Return the rows of a step of one rank by the settings of a checkpoint's run."""
+    saved = _saved_settings(point, "config", config)
+    return int(saved["per_device_train_batch_size"] * saved["gradient_accumulation_steps"])
+
+
+def open_point(folder: Path, verifies: bool = True) -> ResumePoint:
+    """Open a checkpoint of a run; ``verifies``: read all its files. Raise ConfigError if it is damaged, or not one of a run."""
+    manifest = read_manifest(folder)
+    if verifies:
+        verify(folder, manifest)
+    state = read_state(folder)["state"]
+    missing = object()  # of none of the types
+    if not isinstance(state, dict) or any(
+        not isinstance(state.get(name, missing), types) for name, types in FORMAT.items()
+    ):
+        raise ConfigError(f"{folder} was not written by `horizon-lm train`; load it with horizon_lm.load_checkpoint")
+    return ResumePoint(folder, manifest, state)
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of a run as plain data."""
+    return config.model_dump(mode="json")
+
+
+def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) -> tuple[RunConfig, list[str]]:
+    """Return the settings with which a run goes on, and warnings about changes.
+
+    Settings that are left to the plan, as they were before, have the values that the plan of the checkpoint's run chose. With another
+    number of ranks, a step keeps its number of rows.
+
+    Raises:
+        ConfigError: settings or versions have changed that decide the numbers of a run, or what it trains.
+    """
+    require_same_training(config, point.folder, bool(point.manifest.base))
+    with reading(point):
+        before, now = _saved_settings(point, "config", config), settings_of(config)  # both as the user has set them
+        changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
+        may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
+        settled = _saved_settings(point, "settled", config)
+        fatal = [_change(name, before, now) for name in changed if name not in may_change]
+        # The state of the checkpoint fits what its plan chose, so a setting may also be set to that, or left to the plan.
+        of_state = [
+            name
+            for name in changed
+            if name in settings_with(OnResume.STATE) and now[name] not in (settled.get(name), "auto")
+        ]
+        saved_rows_of_rank, rows_now = _saved_rows_of_rank(point, config), config.rows_per_step * num_ranks
+        rows_before = point.state.get("rows_per_step", rows_now)
+        # Another number of ranks is no change of settings: the step keeps its rows (below).
+        if saved_rows_of_rank != config.rows_per_step and rows_before != rows_now:
+            fatal.append(f"rows per step: {rows_before} -> {rows_now}")
+        packages, installed = point.manifest.packages, installed_packages()
+        fatal += [_change(name, packages, installed) for name in _VERSIONS if packages.get(name) != installed.get(name)]
+        warnings = _reject_or_warn(point, fatal, config, of_state) + rounding_warnings(before, now)
+        update = {name: settled[name] for name in _OPEN_TO_PLAN if before[name] == now[name]}
+        rows = rows_of_all_ranks(point, config, num_ranks)
+        if rows != rows_now:
+            ranks_before = rows // saved_rows_of_rank
+            warnings.append(f"resume: {num_ranks} processes instead of {ranks_before}; a step keeps its {rows} rows")
+            update |= _batch_settings(config, rows_of_rank=math.ceil(rows / num_ranks))
+        return config.model_copy(update=update), warnings
+
+
+def _saved_settings(point: ResumePoint, kind: str, config: RunConfig) -> dict[str, Any]:
+    """Return the settings of the checkpoint's run: its "config" as the user has set them, or "settled" with the choices of its plan.
+
+    A checkpoint may be older than a setting, which then had no other value than its default.
+    """
+    defaults = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
+    return defaults | point.state[kind]
+
+
+def _batch_settings(config: RunConfig, rows_of_rank: int) -> dict[str, int]:
+    """Return the settings by which memory is planned for these rows of a rank in a step."""
+    accumulation = math.ceil(rows_of_rank / config.per_device_train_batch_size)
+    return {
+        "gradient_accumulation_steps": accumulation,
+        "per_device_train_batch_size": math.ceil(rows_of_rank / accumulation),
+    }
+
+
+def rounding_warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a warning if settings have changed that decide how a resumed run rounds."""
+    names = sorted(name for name in settings_with(OnResume.ROUNDING) if before.get(name) != now.get(name))
+    if not names:
+        return []
+    changes = ", ".join(_change(name, before, now) for name in names)
+    return [f"resume: warning: {changes}: rounding and dropout will differ from an uninterrupted run"]
+
+
+def choice_warnings(point: ResumePoint, given: RunConfig, config: RunConfig) -> list[str]:
+    """Return a warning if the plan has chosen other settings than the checkpoint's run had, because memory is scarcer, say.
+
+    Args:
+        point: the checkpoint.
+        given: the settings as the user has set them.
+        config: the settings with the plan's choices.
+    """
+    asked, now = settings_of(given), settings_of(config)
+    asked_before, settled = (_saved_settings(point, kind, config) for kind in ("config", "settled"))
+    # Where the user has changed a setting, another value is no choice of the plan.
+    unchanged = [name for name in _OPEN_TO_PLAN if asked_before[name] == asked[name]]
+    return rounding_warnings({name: settled[name] for name in unchanged}, {name: now[name] for name in unchanged})
+
+
+def length_warnings(point: ResumePoint, num_steps: int) -> list[str]:
+    """Return a warning if changed settings have made the run so short that no step is left to train."""
+    if point.step < num_steps or num_steps == point.state["num_steps"]:
+        return []
+    return [
+        f"resume: warning: the checkpoint is at step {point.step}, and the run ends at step {num_steps}: nothing is trained; "
+        "raise max_steps or num_train_epochs to go on"
+    ]
+
+
+def day_of_run(point: ResumePoint | None) -> str:
+    """Return the date that chat templates print in a run: that on which it has begun."""
+    if point is None:
+        return today()
+    with reading(point):
+        return date.fromisoformat(point.state["data"].get("day") or today()).isoformat()
+
+
+def data_position(data: RunData, step: int, day: str) -> dict[str, Any]:
+    """Return what identifies the rows of a run and their order, after a number of steps, and the date of the run."""
+    rows, sampler = data.training.packed, data.loader.sampler
+    epoch, step_of_epoch = divmod(step, sampler.steps_per_epoch)
+    return {
+        "rows": rows.content_hash, "num_rows": len(rows), "seed": sampler.seed, "epoch": epoch, "step": step_of_epoch,
+        "order": hashlib.sha256(sampler.epoch_order(epoch).tobytes()).hexdigest(), "weights": list(sampler.weights), "day": day,
+        "num_tokens": int(rows.num_tokens.sum()), "num_targets": int(rows.num_targets.sum()), "origin": dict(data.origin),
+    }  # fmt: skip
+
+
+def require_same_rows(point: ResumePoint, position: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return warnings about rows that have changed. Raise ConfigError unless changes are allowed."""
+    with reading(point):
+        given = point.state["data"]
+        if given["rows"] == position["rows"] and given["order"] == position["order"]:
+            return []
+        if given["rows"] != position["rows"]:
+            change = f"the training rows ({_changes_of_rows(given, position)})"
+        else:
+            names = [name for name in ("weights", "seed", "epoch") if given.get(name) != position[name]]
+            changes = ", ".join(_change(name, given, position) for name in names)
+            change = f"the order of the rows{f' ({changes})' if changes else ''}"
+        return _reject_or_warn(point, [change], config)
+
+
+_COUNTS = {"num_rows": "rows", "num_tokens": "tokens", "num_targets": "tokens to train on"}
+
+
+def _changes_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe how the rows differ from those before: by counts, or else by tokens alone; and by the tokenizer, the chat template or the
+    packages, if these have changed. Both arguments are results of `data_position`.
+    """
+    counts = [
+        f"{before[name]:,} -> {now[name]:,} {unit}"
+        for name, unit in _COUNTS.items()
+        if name in before and before[name] != now[name]
+    ]
+    was, is_now = before.get("origin", {}), now["origin"]
+    others = [
+        f"another {name}" for name in ("tokenizer", "chat template") if was.get(name, is_now[name]) != is_now[name]
+    ]
+    packages = was.get("packages", is_now["packages"])
+    if packages != is_now["packages"]:
+        others.append(f"{packages} -> {is_now['packages']}")
+    return ", ".join([*(counts or [f"other tokens in {now['num_rows']:,} rows"]), *others])
+
+
+def model_settings(model: Any) -> dict[str, Any]:
+    """Return the config of a model as plain data, without the fields that do not change what it computes."""
+    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return _without(found, {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})
+
+
+def _without(content: Any, names: set[str]) -> Any:
+    """Return nested mappings without these keys, at any depth."""
+    if isinstance(content, dict):
+        return {name: _without(value, names) for name, value in content.items() if name not in names}
+    return content
+
+
+def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return warnings about a changed config.json. Raise ConfigError unless changes are allowed."""
+    given = point.state["model_config"]
+    names = sorted(name for name in {**given, **model_config} if given.get(name) != model_config.get(name))
+    return _reject_or_warn(point, [f"config.json: {name}" for name in names], config)
+
+
+def starting_weights(point: ResumePoint | None, folder: Path, config: RunConfig) -> tuple[str, list[str]]:
+    """Return what identifies the weights that a run has started from, and warnings about other weights in the folder of its model.
+
+    Raises:
+        ConfigError: the folder has other weights, and changes are not allowed.
+    """
+    found = sample_weights(folder, config.gguf_file)
+    if point is None:
+        return found, []
+    with reading(point):
+        before = point.state.get("weights", found)  # missing in a checkpoint of an earlier version
+        if before == found:
+            return found, []
+        was, name = point.state["config"]["model_name_or_path"], config.model_name_or_path
+        named = f"{was} -> {name}" if was != name else name
+        change = f"the weights of the model ({named}; a resumed run goes on with those of its checkpoint)"
+        return before, _reject_or_warn(point, [change], config)
+
+
+def _reject_or_warn(
+    point: ResumePoint, changes: Sequence[str], config: RunConfig, of_state: Sequence[str] = ()
+) -> list[str]:
+    """Raise ConfigError for changes that a resumed run may not have. Return them as a warning if ``resume_with_changes`` is set.
+
+    Args:
+        point: the checkpoint.
+        changes: all that has changed.
+        config: the settings of the run.
+        of_state: changed settings with which the state of the checkpoint cannot be loaded.
+    """
+    if not changes:
+        return []
+    if of_state or not config.resume_with_changes:
+        raise ConfigError(
+            f"{point.folder} cannot be resumed, because these have changed: {'; '.join(changes)}. "
+            f"Remedy: {remedy_of_changes(config, of_state)}"
+        )
+    return [f"resume: warning: changed, so the run differs from an uninterrupted one: {'; '.join(changes)}"]
+
+
+def _change(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name}: {before[name]} -> {now[name]}" if name in before and name in now else name

@@ -1,0 +1,218 @@
+"""Prepare the training rows and the eval sets of a run."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from horizon_lm.common.quantities import counted
+from horizon_lm.errors import ConfigError
+from horizon_lm.model.positions import Positions
+from horizon_lm.runs.config import RunConfig, SftConfig, TextConfig
+from horizon_lm.runs.data.chat_template import today
+from horizon_lm.runs.data.checks import check_lengths, check_overlap, check_rows, left_out
+from horizon_lm.runs.data.findings import TRAINING, Finding, cut_before_answer, describe, no_row_left
+from horizon_lm.runs.data.loader import Loader, Sampler
+from horizon_lm.runs.data.preprocess import (
+    PreprocessConfig,
+    Report,
+    origin,
+    pack_rows,
+    prepare,
+    row_length_limit,
+    summary,
+)
+from horizon_lm.runs.data.sources import open_source
+from horizon_lm.runs.data.token_dataset import TokenTable
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """An eval set, or all training rows.
+
+    Attributes:
+        name: name of the data in messages.
+        findings: likely mistakes in the rows.
+        rows: the rows in use.
+        packed: the same rows after packing; ``rows`` without packing.
+    """
+
+    name: str
+    findings: Sequence[Finding]
+    rows: TokenTable
+    packed: TokenTable
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The rows of a run.
+
+    Attributes:
+        report: numbers of training rows that were read, truncated and left out.
+        training: the training rows.
+        loader: batches of the training rows.
+        parts: the training rows and each eval set, with their findings.
+        eval_sets: the packed rows of each eval set, by name.
+        origin: what the tokens depend on besides the rows and the settings (`preprocess.origin`).
+    """
+
+    report: Report
+    training: PreparedData
+    loader: Loader
+    parts: Sequence[PreparedData]
+    eval_sets: Mapping[str, TokenTable]
+    origin: Mapping[str, str]
+
+    def findings(self) -> list[tuple[str, Finding]]:
+        """Return likely mistakes, each with the name of the data that it was found in."""
+        return [(part.name, finding) for part in self.parts for finding in part.findings]
+
+    def lines(self) -> list[str]:
+        """Return summaries and findings as lines for people."""
+        date = [f"chat template: prints the date of the run, {self.origin['date']}"] if "date" in self.origin else []
+        return [
+            *date,
+            *(f"{part.name}: {summary(part.rows, part.packed)}" for part in self.parts),
+            *(line for _, line in self.finding_lines()),
+        ]
+
+    def finding_lines(self) -> list[tuple[Finding, str]]:
+        """Return each finding with its line for people."""
+        found = self.findings()
+        texts = describe(finding for _, finding in found)
+        return [
+            (finding, f"{'error' if finding.is_error else 'warning'}: {name}: {text}")
+            for (name, finding), text in zip(found, texts, strict=True)
+        ]
+
+
+def preprocess_config(config: RunConfig, day: str | None = None) -> PreprocessConfig:
+    """Return the settings of a run that determine how its rows are tokenized and packed. ``day``: see `PreprocessConfig`."""
+    return PreprocessConfig(
+        objective=config.objective, train_on=config.train_on if isinstance(config, SftConfig) else None,
+        max_length=config.max_length, num_proc=config.dataset_num_proc, seed=_data_seed(config),
+        packing=config.packing_strategy if isinstance(config, TextConfig) and config.packing else None, day=day,
+        chat_template=config.chat_template_path,
+    )  # fmt: skip
+
+
+def _eval_preprocess_config(config: RunConfig, preprocess: PreprocessConfig) -> PreprocessConfig:
+    """Return the settings of `preprocess_config` for eval sets, whose packing may be set separately."""
+    if not isinstance(config, TextConfig) or config.eval_packing is None:
+        return preprocess
+    return replace(preprocess, packing=config.packing_strategy if config.eval_packing else None)
+
+
+def _data_seed(config: RunConfig) -> int:
+    """Return the seed of the rows' order and of the held-out rows."""
+    return config.seed if config.data_seed is None else config.data_seed
+
+
+def require_rows(config: RunConfig) -> None:
+    """Raise DataError if a file or dataset of a run is missing, cannot be read or has no rows."""
+    for each in (*(config.datasets or ()), *(config.eval_datasets or ())):
+        open_source(each)
+
+
+def load_data(
+    config: RunConfig, tokenizer: Any, positions: Positions | None = None, rows_per_step: int | None = None,
+    rank: int = 0, num_ranks: int = 1, day: str | None = None,
+) -> RunData:  # fmt: skip
+    """Prepare the training rows and the eval sets. Errors among the findings are returned, not raised.
+
+    Args:
+        config: settings of the run.
+        tokenizer: the model's tokenizer.
+        positions: those of the model; None if they are not limited.
+        rows_per_step: rows of a step of all ranks; None for those of one rank.
+        rank, num_ranks: the rank that gets its part of each step, and the number of ranks.
+        day: the date that chat templates print; None for today's.
+
+    Raises:
+        ConfigError, DataError: as `prepare` does; ConfigError also if ``test_split_size`` leaves no training rows, and DataError if no
+            row can be used.
+    """
+    day = day or today()
+    preprocess = preprocess_config(config, day)
+    eval_preprocess = _eval_preprocess_config(config, preprocess)
+
+    def prepared(name: str, findings: Sequence[Finding], rows: TokenTable, options: PreprocessConfig) -> PreparedData:
+        """Return the rows before and after packing. Add to their findings what packing has cut, and rows that are too long for the model."""
+        packed, lost = pack_rows(rows, options)
+        findings = [*([cut_before_answer(lost)] if lost.count else []), *findings]
+        if not len(packed):
+            raise no_row_left(name, findings)
+        return PreparedData(name, [*check_lengths(packed, positions), *findings], rows, packed)
+
+    report = prepare(config.datasets or (), tokenizer, preprocess)
+    rows, parts, eval_length = report.rows, list[PreparedData](), row_length_limit(eval_preprocess)
+    found_in_training = check_rows(report, tokenizer)
+    if config.test_split_size is not None and len(rows):
+        eval_rows, rows = _split(report, config.test_split_size, _data_seed(config))
+        found_in_eval: list[Finding] = []
+        # If training or eval sets alone pack whole rows, the held-out rows are tokenized again, cut as those of eval sets.
+        if eval_length != row_length_limit(preprocess):
+            chosen = [part.indices for part in eval_rows.parts]
+            eval_report = prepare(config.datasets or (), tokenizer, eval_preprocess, chosen)
+            eval_rows, found_in_eval = eval_report.rows, check_rows(eval_report, tokenizer)
+        found_in_eval += check_overlap(eval_rows, rows, eval_length)
+        parts.append(prepared("held_out", found_in_eval, eval_rows, eval_preprocess))
+    training = prepared(TRAINING, found_in_training, rows, preprocess)
+    # The names of eval sets from files follow that of the held-out rows, if there are any.
+    for name, dataset in zip(config.eval_set_names[len(parts) :], config.eval_datasets or (), strict=True):
+        eval_report = prepare([dataset], tokenizer, eval_preprocess)
+        found_in_eval = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows, eval_length)]
+        parts.append(prepared(name, found_in_eval, eval_report.rows, eval_preprocess))
+    sampler = training_sampler(config, training.packed, rows_per_step)
+    loader = Loader(training.packed, sampler, rank, num_ranks, config.rows_kept_together)
+    eval_sets = {each.name: each.packed for each in parts}
+    return RunData(report, training, loader, [training, *parts], eval_sets, origin(tokenizer, day))
+
+
+def _split(report: Report, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
+    """Return the rows that are held out, drawn by ``seed``, and the others. A size below 1 is a share of all rows."""
+    rows = report.rows
+    number = int(size) if size >= 1 else math.ceil(size * len(rows))
+    if number >= len(rows):
+        causes = [str(each) for each in left_out(report) if each.rows.count]
+        if not causes:
+            problem, remedy = f"the dataset has only {counted(len(rows), 'row')}", "set a smaller number"
+        else:
+            used = f"only {len(rows):,} of {counted(report.read, 'row')} {'is' if len(rows) == 1 else 'are'} used"
+            problem, remedy = "; ".join([used, *causes]), "or set a smaller number"
+        raise ConfigError(f"test_split_size is {size:g}, but {problem}; {remedy}")
+    held_out = np.zeros(len(rows), dtype=bool)
+    held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:number]] = True
+    return rows.split(held_out)
+
+
+def training_sampler(config: RunConfig, rows: TokenTable, rows_per_step: int | None = None) -> Sampler:
+    """Return the sampler that chooses the rows of each step.
+
+    Args:
+        config: settings of the run.
+        rows: the packed rows of all datasets.
+        rows_per_step: rows of a step of all ranks; None for those of one rank.
+    """
+    return Sampler(
+        sizes=tuple(rows.part_sizes()), rows_per_step=rows_per_step or config.rows_per_step,
+        seed=_data_seed(config), weights=tuple(rows.weights()),
+    )  # fmt: skip
+
+
+def estimate_sampler(config: RunConfig, num_ranks: int = 1) -> Sampler | None:
+    """Return a sampler with about as many rows as the run's, made from the sizes of the datasets alone, so its order is another one.
+    Return None without datasets, or if packing will change the number of rows.
+    """
+    if not config.datasets or (isinstance(config, TextConfig) and config.packing):
+        return None
+    sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
+    held_out = config.test_split_size or 0  # a share of all rows, or their number
+    share_held_out = held_out if held_out < 1 else held_out / max(1, sum(sizes))
+    sizes = [max(1, round(size * (1 - share_held_out))) for size in sizes]
+    return Sampler(
+        sizes=tuple(sizes), rows_per_step=config.rows_per_step * num_ranks,
+        seed=0, weights=tuple(each.weight for each in config.datasets),
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""The authoritative copy of the model, in host memory."""

@@ -1,0 +1,1 @@
+"""Write a model as a GGUF file for llama.cpp."""

@@ -1,0 +1,118 @@
+"""Translate the datasets in files of LLaMA-Factory, in both of its layouts."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.common.paths import exists, require_regular
+from horizon_lm.runs.config.foreign.tables import LeftOut, read_json
+from horizon_lm.runs.config.yaml_file import read_yaml
+
+
+def from_llamafactory(
+    theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
+) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a run that datasets in a file of LLaMA-Factory become, as names and values."""
+    data_dir = str(theirs.get("dataset_dir", "data"))
+    data_folder, info = _read_dataset_info(folder, data_dir)
+    if objective == "dpo" and theirs.get("adapter_name_or_path"):
+        reason = "LLaMA-Factory's reference is the base without these adapters; here it is the model that the run starts from, with them"
+        left_out.add("adapter_name_or_path", "numbers", reason)
+    limit = {"max_samples": theirs["max_samples"]} if theirs.get("max_samples") else {}
+    for key, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+        names = theirs.get(key) or []
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        if data_dir == "ONLINE":
+            entries = [{"path": name} for name in names]
+        elif unknown := [name for name in names if name not in info]:
+            reason = f"{', '.join(unknown)}: not in {data_folder / 'dataset_info.json'}; set dataset_dir to the folder that has it"
+            left_out.add(key, "rejected", reason)
+            continue
+        else:
+            entries = [_llamafactory_entry(name, data_folder, info[name], objective, left_out) for name in names]
+        if entries:
+            yield ours, [entry | limit for entry in entries]
+
+
+def _read_dataset_info(folder: Path, data_dir: str) -> tuple[Path, Mapping[str, Any]]:
+    """Return LLaMA-Factory's list of datasets and its folder; the list is empty if it is not found."""
+    places = (Path(data_dir), folder / data_dir, folder)  # the trainer itself looks from the current folder
+    for place in places:
+        if exists(str(place / "dataset_info.json")):
+            return place, read_json(place / "dataset_info.json")
+    return places[0], {}
+
+
+_LLAMAFACTORY_COLUMNS = {
+    "prompt": "instruction", "query": "input", "response": "output", "messages": "conversations", "system": "system",
+    "tools": "tools", "history": "history", "chosen": "chosen", "rejected": "rejected",
+}  # fmt: skip
+_LLAMAFACTORY_LOCATION = {"subset": "name", "split": "split", "folder": "data_dir"}
+_LLAMAFACTORY_KNOWN = (
+    *_LLAMAFACTORY_LOCATION, "hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "columns", "formatting", "ranking", "tags",
+)  # fmt: skip
+_LLAMAFACTORY_TAGS = {
+    "role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"), "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call",), "system_tag": ("system",),
+}  # fmt: skip
+
+
+def _llamafactory_entry(
+    name: str, folder: Path, theirs: Mapping[str, Any], objective: str, left_out: LeftOut
+) -> dict[str, Any]:
+    """Return the entry of ``datasets`` for an entry of ``dataset_info.json``, and add what cannot be translated to ``left_out``.
+
+    ``name``: the name of their entry. ``folder``: the folder of ``dataset_info.json``, to which its files are relative.
+    """
+    where, is_text = f"dataset_info.{name}", objective == "pretrain"
+    entry: dict[str, Any] = {"path": theirs.get("hf_hub_url") or str(folder / theirs.get("file_name", name))}
+    entry |= {ours: theirs[key] for key, ours in _LLAMAFACTORY_LOCATION.items() if theirs.get(key)}
+    their_columns = theirs.get("columns", {})
+    our_names = {"prompt": "text"} if is_text else _LLAMAFACTORY_COLUMNS
+    columns = {our_names[key]: column for key, column in their_columns.items() if key in our_names}
+    columns = {ours: column for ours, column in columns.items() if ours != column}
+    left_out.reject_unknown(where, theirs, _LLAMAFACTORY_KNOWN)
+    left_out.reject_unknown(f"{where}.columns", their_columns, _LLAMAFACTORY_COLUMNS)  # images, videos, audios, kto_tag
+    if any(value not in _LLAMAFACTORY_TAGS.get(tag, ()) for tag, value in theirs.get("tags", {}).items()):
+        left_out.add(
+            f"{where}.tags", "rejected", "messages must be {role, content} or {from, value} with the usual roles"
+        )
+    if bool(theirs.get("ranking")) != (objective == "dpo"):
+        left_out.add(where, "rejected", f"it has rows for another objective than {objective}")
+    is_alpaca = theirs.get("formatting", "alpaca") == "alpaca" and not is_text
+    if is_alpaca and their_columns and "query" not in their_columns:
+        reason = "query is not mapped, but a field named input is read if rows have it"
+        left_out.add(f"{where}.columns", "numbers", reason)
+    return entry | ({"columns": columns} if columns else {})
+
+
+_V1_FORMATS = {"alpaca": "alpaca", "pair": "preference"}
+
+
+def from_v1(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a run that the datasets of a file of LLaMA-Factory v1, which names YAML files of them, become, as names and values."""
+    for key, ours in (("train_dataset", "datasets"), ("eval_dataset", "eval_datasets")):
+        if not theirs.get(key):
+            continue
+        place = next((each for each in (Path(theirs[key]), folder / theirs[key]) if exists(str(each))), None)
+        if not str(theirs[key]).endswith((".yaml", ".yml")):
+            left_out.add(key, "rejected", "name a YAML file that says the converter of each dataset")
+        elif place is None:
+            left_out.add(key, "rejected", f"{theirs[key]}: no such file")
+        else:
+            require_regular(place)
+            entries, _ = read_yaml(str(place))
+            yield ours, [_v1_entry(f"{key}.{name}", entry, left_out) for name, entry in entries.items()]
+
+
+def _v1_entry(where: str, theirs: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """Return the entry of ``datasets`` for an entry of v1's YAML file of datasets. ``where``: its name in messages."""
+    row_format = _V1_FORMATS.get(str(theirs.get("converter")))
+    if row_format is None:
+        reason = "only alpaca and pair are supported; others train on each turn as a row of its own"
+        left_out.add(f"{where}.converter", "rejected", reason)
+    # size and weight draw with replacement
+    left_out.reject_unknown(where, theirs, ("path", "source", "split", "converter"))
+    split = {"split": theirs["split"]} if theirs.get("split", "train") != "train" else {}
+    return {"path": theirs["path"], "format": row_format} | split
