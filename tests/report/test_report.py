@@ -515,6 +515,16 @@ def test_loss_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+def test_no_picture_without_the_extra(complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("cli.report", "runs.training.loss_png"):
+        monkeypatch.setattr(sys.modules[f"horizon_lm.{module}"], "find_spec", lambda name: None)
+    write_loss_png(complete / "metrics.jsonl", tmp_path / "loss.png")
+    result = run(complete, "--output", tmp_path / "page.html")
+    assert result.exit_code == 2
+    assert "pip install 'horizon-lm[report]'" in result.stderr
+    assert not {"loss.png", "page.html"} & {path.name for path in tmp_path.iterdir()}
+
+
 def test_no_loss_png_without_a_loss(tmp_path: Path) -> None:
     file = metrics_file(tmp_path, report_run.evaluation(0, 5.0), training(1, loss=None))
     write_loss_png(file, tmp_path / "loss.png")

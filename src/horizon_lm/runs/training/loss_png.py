@@ -1,6 +1,7 @@
 """Draw ``loss.png``, the loss curve in the folder of a run."""
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 
 from horizon_lm.common.disk import Disk, write_file
@@ -9,14 +10,14 @@ from horizon_lm.runs.run_files import read_metrics
 
 
 def write_loss_png(metrics_file: Path, png: Path) -> None:
-    """Draw training loss, eval loss and learning rate. Write nothing if no loss was logged.
+    """Draw training loss, eval loss and learning rate. Write nothing if no loss was logged, or without the extra ``report``.
 
     Raises:
         ConfigError: the metrics file is invalid.
         OSError: the image cannot be written.
     """
     metrics = read_metrics(metrics_file)
-    if not metrics.losses:
+    if not metrics.losses or find_spec("matplotlib") is None:
         return
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
