@@ -71,7 +71,7 @@ class Disk:
         return _exchange(one, other)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder tree, if it exists. What cannot be removed is renamed, so that its name is free."""
+        """Remove a file or a folder tree, if it exists. If it cannot be removed, rename it, so that its name becomes free."""
         try:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -80,8 +80,8 @@ class Disk:
         except OSError:  # files of another user in it, say
             if not os.path.lexists(path):
                 return
-            others = (path.with_name(f".{path.name.lstrip('.')}.horizon-left-{number}") for number in count(1))
-            path.rename(next(other for other in others if not os.path.lexists(other)))
+            names = (path.with_name(f".{path.name.lstrip('.')}.horizon-left-{number}") for number in count(1))
+            path.rename(next(each for each in names if not os.path.lexists(each)))
 
     def sync(self, path: Path) -> None:
         """Make a file's contents, or the names in a folder, durable."""
@@ -116,7 +116,7 @@ class _File:
             view = view[self._write(view) :]
 
     def _write(self, view: memoryview) -> int:
-        """Write the first bytes of a view, and return their number. Without direct I/O from where the disk rejects it."""
+        """Write the first bytes of a view, and return their number. Once the disk rejects direct I/O, go on without it."""
         try:
             return os.write(self._descriptor, view)
         except OSError as error:
@@ -124,7 +124,7 @@ class _File:
                 raise
             import fcntl
 
-            self._direct = 0  # after a short write, or on a device with larger sectors
+            self._direct = 0  # rejected after a short write, or on a device with larger sectors
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
             return os.write(self._descriptor, view)
 
@@ -143,7 +143,7 @@ def free_path(path: Path) -> Path:
 
 
 def sync_tree(disk: Disk, folder: Path) -> None:
-    """Make a file, or everything in a folder, durable, for what a library has written."""
+    """Make a file, or everything in a folder, durable. Libraries that write files do not sync them."""
     if folder.is_file():
         disk.sync(folder)
     for path, _, files in os.walk(folder):
@@ -198,23 +198,23 @@ def replace(
 
 
 def is_new(old: Path) -> bool:
-    """Let nothing be removed: what has the name of a new folder is another program's."""
+    """Return False, as an ``is_ours``: anything under the name of a new file or folder is another program's, and is kept."""
     return False
 
 
 def publish_folder(disk: Disk, target: Path, is_ours: Callable[[Path], bool] = lambda old: True) -> Path | None:
     """Make a file or folder that was written as `part_of` its name durable, and give it that name.
 
-    After an error it has its temporary name, and an old folder its own.
+    After an error it has its temporary name again, and an old file or folder is at ``target``.
 
     Args:
         disk: the operations to use.
         target: the path of the file or folder.
-        is_ours: returns whether an old file or folder, which has another name now, may be removed. Otherwise it is kept under
-            a name with the present time.
+        is_ours: a function that returns whether the old file or folder, given under its new name, may be removed. Otherwise it
+            is kept under a name with the present time.
 
     Returns:
-        The new name of what was there and is not ours; None if there is nothing.
+        The new name of an old file or folder that is kept; None if there is none.
     """
     part = part_of(target)
     sync_tree(disk, part)
@@ -227,7 +227,7 @@ def publish_folder(disk: Disk, target: Path, is_ours: Callable[[Path], bool] = l
             old = part
             undo.callback(disk.exchange, part, target)
         else:
-            old = _old(target)
+            old = _old_path(target)
             disk.remove(old)
             disk.rename(target, old)  # `restore_folder` undoes a crash before the next line
             undo.callback(disk.rename, old, target)
@@ -237,20 +237,20 @@ def publish_folder(disk: Disk, target: Path, is_ours: Callable[[Path], bool] = l
         undo.pop_all()
     if old is None:
         return None
-    with suppress(OSError):  # the next one removes it
+    with suppress(OSError):  # the next publication of this target removes it
         if not is_ours(old):
             return disk.set_aside(old, target.name)
         disk.remove(old)
     return None
 
 
-def _old(target: Path) -> Path:
+def _old_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.horizon-old")
 
 
 def restore_folder(disk: Disk, target: Path) -> None:
     """Give an old folder its name back, if `publish_folder` was interrupted where folders cannot be exchanged."""
-    old = _old(target)
+    old = _old_path(target)
     if old.exists() and not target.exists():
         disk.rename(old, target)
         disk.sync(target.parent)

@@ -34,7 +34,7 @@ class GgufTensor(NamedTuple):
         shape: its shape in torch, whose axes a file has in the opposite order.
         kind: number of its type, as in `_BLOCKS`.
         start: its first byte in the file.
-        num_bytes: its size; 0 if that of its type is not known.
+        num_bytes: its size; 0 if the size of a block of its type is not known.
     """
 
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class _Reader:
     """
 
     def __init__(self, content: mmap.mmap) -> None:
-        self._content, self._num_bytes, self._at = content, len(content), 4  # after the four bytes GGUF
+        self._content, self._num_bytes, self._position = content, len(content), 4  # after the four bytes GGUF
         if content[:4] != b"GGUF":
             raise ValueError("it is no GGUF file")
         if (version := self._number("I")) not in (2, 3):
@@ -111,20 +111,21 @@ class _Reader:
 
     def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
         """Read the names and places of all tensors; raise ValueError if they overlap or go beyond the end of the file."""
-        tensors: dict[str, GgufTensor] = {}
+        relative: dict[str, GgufTensor] = {}  # with starts counted from the start of the data
         for _ in range(self._num_tensors):
             name = self._text(_MAX_NAME_BYTES)
             num_axes = self._number("I")
-            if num_axes > 8 or name in tensors:
-                raise ValueError(f"tensor {name} " + ("is there twice" if name in tensors else f"has {num_axes} axes"))
+            if num_axes > 8 or name in relative:
+                raise ValueError(f"tensor {name} " + ("is there twice" if name in relative else f"has {num_axes} axes"))
             shape = tuple(self._number("Q") for _ in range(num_axes))[::-1]
             kind, start = self._number("I"), self._number("Q")
-            block, block_bytes = _BLOCKS.get(kind, (1, 0))
-            tensors[name] = GgufTensor(shape, kind, start, -(-math.prod(shape) // block) * block_bytes)
+            block_size, block_bytes = _BLOCKS.get(kind, (1, 0))
+            num_blocks = -(-math.prod(shape) // block_size)
+            relative[name] = GgufTensor(shape, kind, start, num_blocks * block_bytes)
         data_start = self._data_start(metadata.get("general.alignment", 32))
         placed = {
             name: GgufTensor(each.shape, each.kind, data_start + each.start, each.num_bytes)
-            for name, each in tensors.items()
+            for name, each in relative.items()
         }
         _require_layout(placed, self._num_bytes)
         return placed
@@ -133,13 +134,13 @@ class _Reader:
         """Return the position in the file at which the data begin: the next multiple of the alignment after the header."""
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**20:
             raise ValueError(f"its alignment is {alignment}")
-        return -(-self._at // alignment) * alignment
+        return -(-self._position // alignment) * alignment
 
     def _value(self, kind: int, depth: int = 0) -> Any:
-        """Read a value, which may be a list inside of ``depth`` others."""
+        """Read a value of the type with the number ``kind``; a list may be inside of ``depth`` others."""
         if kind in _SCALARS:
             number = self._number(_SCALARS[kind])
-            return _shortest(number) if _SCALARS[kind] == "f" else number
+            return _shortest_decimal(number) if _SCALARS[kind] == "f" else number  # as it was before it was float32
         if kind == _STRING:
             return self._text(_MAX_TEXT_BYTES)
         if kind == _ARRAY and depth <= 4:
@@ -147,7 +148,7 @@ class _Reader:
         raise ValueError(f"it has a value of unknown type {kind}")
 
     def _list(self, depth: int) -> list[Any]:
-        """Read a list, which may hold texts or lists."""
+        """Read a list of numbers, texts or lists. ``depth``: the number of lists around it."""
         kind, length = self._number("I"), self._number("Q")
         if length > _MAX_ELEMENTS:
             raise ValueError(f"it has a list of {length:,} elements")
@@ -158,8 +159,8 @@ class _Reader:
             return [self._text(_MAX_TEXT_BYTES) for _ in range(length)]
         return [self._value(kind, depth + 1) for _ in range(length)]
 
-    def _number(self, kind: str) -> Any:
-        return struct.unpack(f"<{kind}", self._bytes(struct.calcsize(kind)))[0]
+    def _number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self._bytes(struct.calcsize(code)))[0]
 
     def _text(self, longest: int) -> str:
         """Read a text of at most ``longest`` bytes."""
@@ -170,13 +171,13 @@ class _Reader:
 
     def _bytes(self, length: int) -> bytes:
         """Read the next bytes."""
-        start, self._at = self._at, self._at + length
-        if self._at > self._num_bytes:
+        start, self._position = self._position, self._position + length
+        if self._position > self._num_bytes:
             raise ValueError(f"it ends within its header, at byte {self._num_bytes:,}")
-        return self._content[start : self._at]
+        return self._content[start : self._position]
 
 
-def _shortest(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """Return the number with the fewest digits that is the same in float32: 1e-05 for 9.999999747378752e-06."""
     texts = (f"{value:.{digits}g}" for digits in range(1, 9))
     return next((float(text) for text in texts if _in_float32(float(text)) == value), value)
@@ -189,10 +190,10 @@ def _in_float32(value: float) -> float:
 
 def _require_layout(tensors: Mapping[str, GgufTensor], num_bytes: int) -> None:
     """Raise ValueError if tensors overlap or go beyond the end of the file."""
-    end, before = 0, ""
+    end, previous = 0, ""  # of the tensor before, in the order of the file
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < end:
-            raise ValueError(f"tensors {before} and {name} overlap")
-        end, before = tensor.start + tensor.num_bytes, name
+            raise ValueError(f"tensors {previous} and {name} overlap")
+        end, previous = tensor.start + tensor.num_bytes, name
         if end > num_bytes:
             raise ValueError(f"tensor {name} ends after the file, at byte {end:,} of {num_bytes:,}")

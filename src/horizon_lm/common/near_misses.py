@@ -48,10 +48,11 @@ def closest_model(typed: str, known: Iterable[str]) -> str | None:
     Qwen2.5-7B. The typed name may leave out the end of the version or of the name, as qwen-7b does, if models of a single version fit.
     """
     wanted = _ModelName.of(typed)
-    alike = {name: own for name in known if wanted.may_mean(own := _ModelName.of(name))}
-    same_version = [name for name, own in alike.items() if own.version == wanted.version]
-    if not same_version and len({own.version for own in alike.values()}) > 1:
+    alike = {name: parts for name in known if wanted.may_mean(parts := _ModelName.of(name))}
+    same_version = [name for name, parts in alike.items() if parts.version == wanted.version]
+    if not same_version and len({parts.version for parts in alike.values()}) > 1:
         return None
+    # By the text that is compared: without the owner if none was typed.
     names = {(name if wanted.owner else name.rpartition("/")[2]).casefold(): name for name in same_version or alike}
     close = difflib.get_close_matches(typed.casefold(), names, n=1, cutoff=0)
     return names[close[0]] if close else None
@@ -94,7 +95,7 @@ def closest_path(typed: str | Path) -> Path | None:
     path = Path(typed)
     try:
         path = path.expanduser()
-        found = Path(path.anchor)
+        found = Path(path.anchor)  # the existing path for the parts up to here
         for part in path.relative_to(path.anchor).parts:
             name = part if (found / part).exists() else _closest_name(part, [each.name for each in found.iterdir()])
             if name is None:
@@ -138,28 +139,29 @@ class _ModelName:
     def of(cls, name: str) -> "_ModelName":
         """Divide a name at its size or, without one, behind its last number: family and version are before it, all else follows."""
         owner, _, base = name.casefold().rpartition("/")
-        size, last = _SIZE.search(base), [*_NUMBER.finditer(base)][-1:]
-        start, end = size.span() if size else (last[0].end(),) * 2 if last else (len(base),) * 2
+        size, last_number = _SIZE.search(base), [*_NUMBER.finditer(base)][-1:]  # a list of one number, or of none
+        # The size, or the empty place behind the last number, or behind a name without numbers.
+        start, end = size.span() if size else (last_number[0].end(),) * 2 if last_number else (len(base),) * 2
         family = (word for word in _WORD.findall(base[:start]) if word != "meta")  # Meta-Llama is Llama
-        before, behind = _NUMBER.findall(base[:start]), base[end:]
+        version, behind = _NUMBER.findall(base[:start]), base[end:]
         return cls(
-            owner, tuple(family), tuple(before), size[0] if size else "",
-            tuple(_WORD.findall(behind)), tuple(_NUMBER.findall(behind)),
+            owner=owner, family=tuple(family), version=tuple(version), size=size[0] if size else "",
+            words=tuple(_WORD.findall(behind)), numbers=tuple(_NUMBER.findall(behind)),
         )  # fmt: skip
 
     def may_mean(self, other: "_ModelName") -> bool:
-        """Return whether this name, as it was typed, may stand for the name of a model."""
+        """Return whether this name, as it was typed, may stand for the name of a model, ``other``."""
         return (
             self.size == other.size
             and other.version[: len(self.version)] == self.version
             and set(self.numbers) <= set(other.numbers)
-            and _are_spelled(self.family, other.family)
-            and _are_spelled(other.family, self.family)
-            and _are_spelled(self.words, other.words)
-            and (not self.owner or _are_spelled([self.owner], [other.owner]))
+            and _all_resemble(self.family, other.family)
+            and _all_resemble(other.family, self.family)
+            and _all_resemble(self.words, other.words)
+            and (not self.owner or _all_resemble([self.owner], [other.owner]))
         )
 
 
-def _are_spelled(words: Iterable[str], others: Sequence[str]) -> bool:
+def _all_resemble(words: Iterable[str], others: Sequence[str]) -> bool:
     """Return whether each of these words is a spelling of one of the others."""
     return all(difflib.get_close_matches(word, others, 1, _SAME_NAME) for word in words)

@@ -23,7 +23,7 @@ class OptimizerEntry:
         num_moments: moments of each parameter. An update reads and writes them once.
         orthogonalizes: matrices of blocks have one moment, which is orthogonalized on the device.
         settings: settings of a run that it uses, of those that not all optimizers use.
-        others: transformers' names for it, and the kind of moments that each of them stands for; empty if transformers has none.
+        aliases: transformers' names for it, with the kind of moments that each name means; empty if transformers lacks it.
     """
 
     module: str
@@ -31,7 +31,7 @@ class OptimizerEntry:
     num_moments: int
     orthogonalizes: bool = False
     settings: tuple[str, ...] = ()
-    others: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def moments_held(self) -> str:
@@ -57,7 +57,7 @@ class OptimizerEntry:
         Args:
             trained: full names of all trained parameters.
             matrices: full names of the matrices of blocks. An optimizer that orthogonalizes them keeps one moment of them, the first of
-                the result; the others are those of all other parameters.
+                the result; the further moments belong to all other parameters.
         """
         if not self.orthogonalizes:
             return [trained] * self.num_moments
@@ -73,13 +73,13 @@ ADAMW = OptimizerEntry(
     "AdamW",
     num_moments=2,
     settings=("adam_epsilon", "update_in_backward"),
-    others=dict.fromkeys(_ADAMW_32BIT, "float32") | dict.fromkeys(_ADAMW_8BIT, "8bit"),
+    aliases=dict.fromkeys(_ADAMW_32BIT, "float32") | dict.fromkeys(_ADAMW_8BIT, "8bit"),
 )
 """The optimizer that runs have by default, and that the seconds of an update are measured with."""
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "adamw": ADAMW,
     "lion": OptimizerEntry(
-        "horizon_lm.optim.lion", "Lion", num_moments=1, settings=("update_in_backward",), others=_LION
+        "horizon_lm.optim.lion", "Lion", num_moments=1, settings=("update_in_backward",), aliases=_LION
     ),
     "muon": OptimizerEntry(
         "horizon_lm.optim.muon", "Muon", num_moments=2, orthogonalizes=True, settings=("adam_epsilon",)
@@ -89,7 +89,7 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
 
 def by_other_name(theirs: str) -> tuple[str, str] | None:
     """Return the name here of an optimizer of transformers, and its kind of moments; None if there is none like it."""
-    return next(((ours, each.others[theirs]) for ours, each in OPTIMIZERS.items() if theirs in each.others), None)
+    return next(((ours, each.aliases[theirs]) for ours, each in OPTIMIZERS.items() if theirs in each.aliases), None)
 
 
 def users_of(setting: str) -> tuple[str, ...]:
@@ -102,5 +102,5 @@ def name_in_transformers(ours: str, moments: str) -> str:
 
     For an optimizer that transformers does not have, the name is one of AdamW's.
     """
-    others = OPTIMIZERS[ours].others or OPTIMIZERS["adamw"].others
-    return next((theirs for theirs, kind in others.items() if kind == moments), next(iter(others)))
+    aliases = OPTIMIZERS[ours].aliases or OPTIMIZERS["adamw"].aliases
+    return next((theirs for theirs, kind in aliases.items() if kind == moments), next(iter(aliases)))

@@ -49,14 +49,14 @@ class CoreUse:
 
 
 def cores_of_others(processes: Sequence[CoreUse]) -> float:
-    """Return the average number of cores that other programs than these processes of one machine have used."""
+    """Return the average number of cores used by other programs than these processes, each of which has measured their machine."""
     own, seconds = sum(each.own for each in processes), max(each.seconds for each in processes)
     return max(0.0, max(each.everybody for each in processes) - own) / max(seconds, 1e-9)
 
 
 def missing_cores(processes: Sequence[CoreUse]) -> float:
-    """Return how many of the cores that these processes of one machine may use were taken by other programs. These are first assumed to use
-    the cores that the processes may not use.
+    """Return how many of the cores that these processes of one machine may use were taken by other programs. Those are assumed
+    to use first the cores that the processes may not use.
     """
     return cores_of_others(processes) + sum(each.usable for each in processes) - processes[0].cores
 

@@ -1,4 +1,4 @@
-"""Tell local paths from names on the hub, and keep the files of a model inside its folder."""
+"""Distinguish local paths from names on the hub, and keep the files of a model inside its folder."""
 
 import re
 import stat
@@ -60,8 +60,8 @@ def similar_path(name: str | Path, folder: Path | None = None) -> str:
     close = closest_path(name if folder is None else folder / name)
     if close is None or exists(str(name)):
         return ""
-    close = close if folder is None else close.relative_to(folder)
-    return f"; did you mean {'./' if str(name).startswith('./') else ''}{close}?"
+    shown = close if folder is None else close.relative_to(folder)
+    return f"; did you mean {'./' if str(name).startswith('./') else ''}{shown}?"
 
 
 def lasting_name(name: str) -> str:
@@ -83,11 +83,8 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def require_own_files(folder: Path, patterns: Iterable[str]) -> None:
-    """Raise ConfigError if a file of a model's folder is a link out of the folder, no regular file, or far too long a text.
-
-    Args:
-        folder: the folder.
-        patterns: glob patterns of the files to check.
+    """Raise ConfigError if a file of a model's folder is a link out of the folder, no regular file, or too long a text
+    (`require_small_text`). ``patterns``: glob patterns of the files to check.
     """
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         if not path.exists():  # a broken link; an error comes if the file is needed

@@ -54,22 +54,22 @@ class Span:
         """The elements of the slot."""
         return slice(self.place, self.place + self.numel)
 
-    def within(self, own: slice) -> "Span":
-        """Return the span of the elements that lie in a range of the slab; it may be empty."""
-        part = overlap(self.in_slab, own)
-        return Span(part.start, self.place + part.start - self.start, length(part))
+    def within(self, part: slice) -> "Span":
+        """Return the span of the elements that lie in a part of the slab; it may be empty."""
+        common = overlap(self.in_slab, part)
+        return Span(common.start, self.place + common.start - self.start, length(common))
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
     """Join spans that follow each other in slab and slot."""
-    found: list[Span] = []
+    result: list[Span] = []
     for span in spans:
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if last is not None and (last.in_slab.stop, last.in_slot.stop) == (span.start, span.place):
-            found[-1] = Span(last.start, last.place, last.numel + span.numel)
+            result[-1] = Span(last.start, last.place, last.numel + span.numel)
         else:
-            found.append(span)
-    return found
+            result.append(span)
+    return result
 
 
 def runs(indices: Iterable[int]) -> list[slice]:
@@ -88,7 +88,7 @@ def cut_slot(cuts: Sequence[int], spans: Sequence[Span]) -> list[int]:
 
 
 def _place_of(offset: int, spans: Sequence[Span]) -> int:
-    """Return the place in the slot of its first element at or behind an offset of the slab; the end of the slot if it has none there."""
+    """Return the place in the slot of the first element that lies at or behind an offset of the slab; the end of the slot if none does."""
     for span in spans:
         if offset < span.in_slab.stop:
             return span.place + max(0, offset - span.start)

@@ -37,16 +37,16 @@ def control_groups(controller: str, cgroups: Path, membership: Path) -> Iterator
         _, controllers, path = fields  # version 2 has no controllers here
         if controllers and controller not in controllers.split(","):
             continue
-        mount = _mount(controller, controllers, cgroups)
+        mount_point = _mount_point(controller, controllers, cgroups)
         names = [name for name in path.split("/") if name]
-        if ".." in names or not os.path.isdir(mount.joinpath(*names)):
+        if ".." in names or not os.path.isdir(mount_point.joinpath(*names)):
             names = []  # in a container: the path is the host's, and the mount point is the group of this process
         for depth in range(len(names), -1, -1):
-            above = names[:depth]
-            yield Group(1 if controllers else 2, "/" + "/".join(above), mount.joinpath(*above))
+            kept = names[:depth]
+            yield Group(1 if controllers else 2, "/" + "/".join(kept), mount_point.joinpath(*kept))
 
 
-def _mount(controller: str, controllers: str, cgroups: Path) -> Path:
+def _mount_point(controller: str, controllers: str, cgroups: Path) -> Path:
     """Return the folder of a hierarchy under ``cgroups``: that of a controller in version 1, that of all in version 2."""
     if controllers:  # a hierarchy with several controllers usually has a link for each of them, but not on all systems
         return cgroups / (controller if os.path.isdir(cgroups / controller) else controllers)
@@ -78,9 +78,9 @@ def memory_limits(proc: Path = _PROC, cgroups: Path = Path("/sys/fs/cgroup")) ->
     resident = resident_bytes(proc)
     groups = control_groups("memory", cgroups, proc / "self/cgroup")
     limits = [
-        *(limit for group in groups for limit in _group(group, resident)),
-        *_machine(proc, resident),
-        *_process(proc, resident),
+        *(limit for group in groups for limit in _group_limits(group, resident)),
+        *_machine_limits(proc, resident),
+        *_process_limits(proc, resident),
     ]
     return sorted(limits, key=lambda limit: limit.room)
 
@@ -91,7 +91,7 @@ def resident_bytes(proc: Path = _PROC) -> int:
     Mapped files are page cache, which counts toward no limit, because the kernel drops it when memory is needed.
     Without ``/proc``, the peak of the process is returned, including mapped files.
     """
-    status = _sizes(proc / "self/status")
+    status = _read_sizes(proc / "self/status")
     if "VmRSS" in status:
         return max(0, status["VmRSS"] - status.get("RssFile", 0))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -116,8 +116,8 @@ def disk_free(path: Path) -> int:
 
 
 def takes_files(path: Path) -> bool:
-    """Return whether the file system at ``path`` has space for files, also if it is full. The kernel's own, such as /proc, have none,
-    whoever asks; raise OSError as `disk_free` does.
+    """Return whether the file system at ``path`` has space for files, also if it is full. File systems of the kernel, such as
+    /proc, have none for any user. Raise OSError as `disk_free` does.
     """
     return os.statvfs(_nearest(path)).f_blocks > 0
 
@@ -131,7 +131,7 @@ def is_in_memory(path: Path, mounts: Path = _PROC / "self/mountinfo") -> bool:
     """Return whether files at ``path`` are kept in memory; raise OSError if access is denied. ``mounts``: proc(5)."""
     device = file_system(path)
     number = f" {os.major(device)}:{os.minor(device)} "
-    return any(number in line and " - tmpfs " in line for line in _text(mounts).splitlines())
+    return any(number in line and " - tmpfs " in line for line in _read_text(mounts).splitlines())
 
 
 def file_size_limit() -> int | None:
@@ -152,29 +152,29 @@ def _nearest(path: Path) -> Path:
     raise FileNotFoundError(f"neither {target} nor any folder above it exists")
 
 
-def _group(group: Group, resident: int) -> list[MemoryLimit]:
-    """Return the memory left under a group's limit, counting page cache that the kernel can drop as free."""
+def _group_limits(group: Group, resident: int) -> list[MemoryLimit]:
+    """Return the lowest limit of a group, if it has one. Page cache that the kernel can drop counts as free."""
     if group.version == 2:  # above memory.high a process is throttled until it barely runs, so treat it as a limit
         limit_files, usage_file = ["memory.max", "memory.high"], "memory.current"
     else:
         limit_files, usage_file = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
-    numbers = [(_number(group.folder / name), name) for name in limit_files]
+    numbers = [(_read_number(group.folder / name), name) for name in limit_files]
     limits = [(number, name) for number, name in numbers if number is not None and number < _NO_LIMIT]
-    used = _number(group.folder / usage_file)
+    used = _read_number(group.folder / usage_file)
     if not limits or used is None:
         return []
     limit, name = min(limits)
-    stat = dict(re.findall(r"^(\w+) (\d{1,20})$", _text(group.folder / "memory.stat"), re.MULTILINE))
+    stat = dict(re.findall(r"^(\w+) (\d{1,20})$", _read_text(group.folder / "memory.stat"), re.MULTILINE))
     # Version 1 lists the numbers of the group itself and the totals of its subtree. Neither counts tmpfs as cache.
     cache = [stat.get(f"total_{kind}", stat.get(kind, 0)) for kind in ("inactive_file", "active_file")]
-    used -= sum(map(int, [*cache, stat.get("slab_reclaimable", 0)]))
+    droppable = sum(map(int, [*cache, stat.get("slab_reclaimable", 0)]))
     text = f"cgroup v{group.version} {group.path} ({name} {format_bytes(limit)})"
-    return [MemoryLimit(text, max(0, limit - max(0, used) + resident))]
+    return [MemoryLimit(text, max(0, limit - max(0, used - droppable) + resident))]
 
 
-def _machine(proc: Path, resident: int) -> list[MemoryLimit]:
+def _machine_limits(proc: Path, resident: int) -> list[MemoryLimit]:
     """Return the memory that the machine has for this process, which uses ``resident`` bytes of it already."""
-    memory = _sizes(proc / "meminfo")
+    memory = _read_sizes(proc / "meminfo")
     if "MemAvailable" in memory:
         return [MemoryLimit("MemAvailable", memory["MemAvailable"] + resident, is_estimate=True)]
     if "MemFree" in memory:  # Linux before 3.14
@@ -187,9 +187,9 @@ def _machine(proc: Path, resident: int) -> list[MemoryLimit]:
     return [MemoryLimit("physical memory", physical, is_estimate=True)] if physical > 0 else []
 
 
-def _process(proc: Path, resident: int) -> list[MemoryLimit]:
+def _process_limits(proc: Path, resident: int) -> list[MemoryLimit]:
     """Return the limits on mapped memory, less memory that is mapped but not resident, such as reservations of libraries."""
-    status = _sizes(proc / "self/status")
+    status = _read_sizes(proc / "self/status")
     limits = []
     for name, kind, mapped in (
         ("RLIMIT_AS", resource.RLIMIT_AS, "VmSize"),
@@ -201,7 +201,7 @@ def _process(proc: Path, resident: int) -> list[MemoryLimit]:
     return limits
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -209,15 +209,15 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     """Return the number in a file, or None for other content, such as "max"."""
-    text = _text(path).strip()
+    text = _read_text(path).strip()
     return int(text) if re.fullmatch(r"\d{1,20}", text) else None
 
 
-def _sizes(path: Path) -> dict[str, int]:
+def _read_sizes(path: Path) -> dict[str, int]:
     """Return the ``name: number kB`` lines of a file, in bytes."""
-    lines = re.findall(r"^(\w+):\s*(\d{1,20}) kB$", _text(path), re.MULTILINE)
+    lines = re.findall(r"^(\w+):\s*(\d{1,20}) kB$", _read_text(path), re.MULTILINE)
     return {name: 1024 * int(number) for name, number in lines}
 
 
@@ -233,49 +233,49 @@ def threads_left(
     """
     left: list[tuple[int, str]] = []
     for group in control_groups("pids", cgroups, proc / "self/cgroup"):
-        most, used = _number(group.folder / "pids.max"), _number(group.folder / "pids.current")
+        most, used = _read_number(group.folder / "pids.max"), _read_number(group.folder / "pids.current")
         if most is not None and used is not None:
             left.append((max(0, most - used), f"pids.max of the control group {group.path}"))
     user = os.getuid() if user is None else user
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
     if limit != resource.RLIM_INFINITY and user != 0 and not _is_exempt(proc):  # root is not limited
-        used = sum(_threads(status, user) for status in proc.glob("[0-9]*/status"))
-        left.append((max(0, limit - used), "RLIMIT_NPROC (ulimit -u)"))
+        running = sum(_num_threads(status, user) for status in proc.glob("[0-9]*/status"))
+        left.append((max(0, limit - running), "RLIMIT_NPROC (ulimit -u)"))
     return min(left, default=None)
 
 
 def _is_exempt(proc: Path) -> bool:
     """Return whether this process may exceed RLIMIT_NPROC (capabilities(7): CAP_SYS_ADMIN 21, CAP_SYS_RESOURCE 24)."""
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", _text(proc / "self/status"), re.MULTILINE)
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read_text(proc / "self/status"), re.MULTILINE)
     return found is not None and bool(int(found.group(1), 16) & (1 << 21 | 1 << 24))
 
 
-def _threads(status: Path, user: int) -> int:
-    """Return the number of threads of a process; 0 if another user's."""
-    text = _text(status)
+def _num_threads(status: Path, user: int) -> int:
+    """Return the number of threads of a process; 0 if the process is another user's."""
+    text = _read_text(status)
     number = re.search(r"^Threads:\s*(\d+)$", text, re.MULTILINE)
     return int(number.group(1)) if number and re.search(rf"^Uid:\s*{user}\s", text, re.MULTILINE) else 0
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of cores that this process may use, at least one: those of its affinity, within the quotas of its control
-    groups and its share of them (`limit_cores`).
+    """Return the number of cores that this process may use, at least one: the least of its affinity, the quotas of its control
+    groups, and its share of a machine that several processes use (`limit_cores`).
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [quota for group in control_groups("cpu", cgroups, membership) for quota in _quota(group)]
-    return max(1, math.floor(min([affinity, *quotas, *_own_cores])))
+    quotas = [quota for group in control_groups("cpu", cgroups, membership) for quota in _quotas(group)]
+    return max(1, math.floor(min([affinity, *quotas, *_share_of_cores])))
 
 
-_own_cores: list[int] = []  # this process's share of cores that others use, too; empty if they are all its own
+_share_of_cores: list[int] = []  # this process's share of cores that others use, too; empty if they are all its own
 
 
 def limit_cores(share: int | None) -> None:
     """Let `usable_cores` return at most this many cores from now on, because other processes share them; None for no limit."""
-    _own_cores[:] = [] if share is None else [share]
+    _share_of_cores[:] = [] if share is None else [share]
 
 
-def _quota(group: Group) -> list[float]:
-    """Return the cores that a control group may use, if it is limited."""
+def _quotas(group: Group) -> list[float]:
+    """Return the number of cores that a control group may use, as a single element; an empty list if it is not limited."""
     names = ["cpu.max"] if group.version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
     try:
         quota, period = " ".join((group.folder / name).read_text() for name in names).split()

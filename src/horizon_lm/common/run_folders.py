@@ -15,16 +15,16 @@ def is_checkpoint(folder: Path) -> bool:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in the folder of a run, in the order of their steps. All were complete once, but may be damaged now."""
-    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
+    matches = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
     return sorted(
-        (path for path, match in steps.items() if match and is_checkpoint(path)),
+        (path for path, match in matches.items() if match and is_checkpoint(path)),
         key=lambda path: int(path.name.removeprefix("checkpoint-")),
     )
 
 
 def place_of_model(folder: Path) -> str:
-    """Return a sentence about where the model is if a folder, given as that of a model or of adapters, is a checkpoint or the folder of a run;
-    empty for any other folder.
+    """Return a sentence that names the place of the model, if a folder that was given as a model or adapters is a checkpoint or the folder
+    of a run; empty for any other folder.
     """
     if is_checkpoint(folder):
         return f"{folder} is a checkpoint of a run; make a model of it: horizon-lm export {folder} OUT"

@@ -46,11 +46,11 @@ class StreamingOptions:
                 raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
         if self.head not in ("chunked", "whole"):
             raise ConfigError(f"head is {self.head!r}; choose 'chunked' or 'whole'")
-        where = self.activation_checkpoints
-        is_number = isinstance(where, int) and not isinstance(where, bool) and where >= 0
-        if where not in ("auto", "device", "host") and not is_number:
+        checkpoints = self.activation_checkpoints
+        is_number = isinstance(checkpoints, int) and not isinstance(checkpoints, bool) and checkpoints >= 0
+        if checkpoints not in ("auto", "device", "host") and not is_number:
             raise ConfigError(
-                f"activation_checkpoints is {where!r}; choose 'auto', 'device', 'host', or a number of blocks"
+                f"activation_checkpoints is {checkpoints!r}; choose 'auto', 'device', 'host', or a number of blocks"
             )
         if self.compile not in (True, False, "auto"):
             raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
@@ -110,9 +110,9 @@ class StreamingOptions:
         return {name: getattr(settings, name) for name in StreamingOptions.names()}
 
     def requested_residency(self, num_blocks: int, auto_on_device: bool) -> tuple[int, int, int]:
-        """Return three numbers: of how many last blocks the checkpoints, the weights and the graphs stay on the device by request.
+        """Return how many of the last blocks keep their checkpoint, their weights and their graph on the device by request, in this order.
 
-        A resident graph needs the weights and the checkpoint of its block, so the last number is never larger than the others.
+        A resident graph needs the weights and the checkpoint of its block, so the number of graphs is never larger than the other two.
 
         Args:
             num_blocks: number of blocks in the model.
@@ -124,5 +124,6 @@ class StreamingOptions:
         if isinstance(where, int):
             checkpoints = where
         else:
-            checkpoints = num_blocks if where == "device" or (where == "auto" and auto_on_device) else graphs
+            on_device = where == "device" or (where == "auto" and auto_on_device)
+            checkpoints = num_blocks if on_device else graphs
         return max(graphs, min(checkpoints, num_blocks)), weights, graphs

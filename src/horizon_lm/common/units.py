@@ -32,7 +32,7 @@ class Unit:
 
     @classmethod
     def parse(cls, name: str) -> "Unit":
-        """Return the unit of a name. A name that no unit has, as in a file of others, is a kind of its own."""
+        """Return the unit of a name. A name that no unit has, such as one in a file of another program, becomes a kind."""
         found = re.fullmatch(r"(.*?)(\d+)?(?:\.tile(\d+))?", name, re.DOTALL)
         assert found is not None
         kind, *numbers = found.groups()

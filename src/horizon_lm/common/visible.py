@@ -1,4 +1,4 @@
-"""Show text on a terminal, also what a command does that shows nothing for some seconds.
+"""Show text on a terminal, such as what a command is doing while it shows nothing else for some seconds.
 
 Text is made fit to print: control characters could move the cursor, retitle a window or hide words, and long lines are cut anywhere.
 """
@@ -47,13 +47,14 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _wrapped_line(line: str, width: int) -> list[str]:
+    """Return a line as one or several, as `wrapped` describes."""
     if len(line) <= width:
         return [line]
     columns = _TABLE.match(line)
     indent = len(line) - len(line.lstrip()) + 2
-    if columns is not None and len(columns[0]) <= 2 * width // 3:
+    if columns is not None and len(columns[0]) <= 2 * width // 3:  # which leaves a third to the last column
         indent = len(columns[0])
-    # The spaces between columns are those of the first line, which textwrap keeps.
+    # textwrap keeps the spaces between the columns of the first line.
     return textwrap.wrap(
         line,
         width,

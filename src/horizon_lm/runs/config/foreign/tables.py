@@ -123,8 +123,8 @@ def _optimizers() -> dict[str, Any]:
     named = {
         theirs: {"optim": ours, "moments": kind}
         for ours, listed in OPTIMIZERS.items()
-        if listed.others  # one that transformers lacks stands in the tables of the trainers that have it
-        for theirs, kind in {ours: "float32", **listed.others}.items()
+        if listed.aliases  # one that transformers lacks stands in the tables of the trainers that have it
+        for theirs, kind in {ours: "float32", **listed.aliases}.items()
     }
     return {
         theirs: {name: value for name, value in settings.items() if value != defaults[name].default}
