@@ -78,7 +78,7 @@ def build(family: str, seed: int = 0, model_class: Any = AutoModelForCausalLM, *
 
 def attending_as_streamed(model: Any) -> Any:
     """Return a plain model whose attention is computed as in a streamed one, by the same kernels if it has sinks."""
-    attention.choose(model, None, on_accelerator=False)
+    attention.choose(model, None, prefers_varlen=False)
     return model
 
 

@@ -26,8 +26,8 @@ from horizon_lm.model.sink_attention import sink_attention
 
 NAME = "varlen"
 LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean mask for a single row of 32k tokens
-_rows = OfThread(None)  # offsets of the segments of those rows that this thread computes
-_is_plain = OfThread(False)  # this thread computes segments without kernels for them
+_offsets_of_thread = OfThread(None)  # offsets of the segments of those rows that this thread computes
+_without_kernels = OfThread(False)  # this thread computes segments one by one, without kernels for them
 
 
 class Segments:
@@ -49,14 +49,14 @@ class Segments:
     def offsets(self, start: int, stop: int) -> Offsets:
         """Return the start of each segment of rows [start, stop) and the end of the last, on the device and on the host."""
         if (start, stop) not in self._offsets:
-            ends = torch.tensor([0, *self.of(start, stop)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            on_host = torch.tensor([0, *self.of(start, stop)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             if self._device.type == "cuda":
                 with torch.cuda.device(self._device):  # torch page-locks memory through the current device
-                    ends = ends.pin_memory()
-            on_device = ends.to(self._device, non_blocking=True, copy=True)  # a separate tensor even on a CPU
-            for tensor in (on_device, ends):
+                    on_host = on_host.pin_memory()
+            on_device = on_host.to(self._device, non_blocking=True, copy=True)  # a separate tensor even on a CPU
+            for tensor in (on_device, on_host):
                 mark_varying(tensor, [0])
-            self._offsets[start, stop] = on_device, ends
+            self._offsets[start, stop] = on_device, on_host
         return self._offsets[start, stop]
 
 
@@ -68,6 +68,7 @@ def find_segments(
     A segment ends where the mask (B, T) changes between tokens and padding. In a batch without a mask it ends where
     positions (B, T) or (1, T) do not increase by one, which is Hugging Face's convention for packed rows.
     """
+    # (B, T - 1): whether a segment ends between a token and the next one.
     if attention_mask is not None:
         changes = attention_mask[:, 1:].cpu() != attention_mask[:, :-1].cpu()
     elif position_ids is not None and position_ids.ndim == 2:
@@ -148,18 +149,18 @@ def large_mask(
 def _has_window(config: Any, length: int) -> bool:
     """Return whether a layer limits attention to fewer tokens than rows of this length have."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)  # all layers, if no types are named
     return window is not None and window < length and "sliding_attention" in kinds
 
 
 def attending(segments: Segments | None, start: int, stop: int) -> AbstractContextManager[None]:
     """Context manager: let attention use the segments of rows [start, stop) of a batch."""
-    return _rows.replaced(None if segments is None else segments.offsets(start, stop))
+    return _offsets_of_thread.replaced(None if segments is None else segments.offsets(start, stop))
 
 
 def plain_kernels() -> AbstractContextManager[None]:
     """Context manager: compute segments one by one with torch's scaled dot-product attention, on any device."""
-    return _is_plain.replaced(True)
+    return _without_kernels.replaced(True)
 
 
 def varlen_attention(
@@ -184,19 +185,18 @@ def varlen_attention(
     _reject_not_causal(module, attention_mask, kwargs)
     sinks = kwargs.get("s_aux")
     attention_with_sinks.reject_unknown(NAME, module, dropout, mask=None, sinks=sinks, others=kwargs)
-    rows = _rows.value
-    plain = not torch.compiler.is_compiling() and _is_plain.value
+    rows, window = _offsets_of_thread.value, sliding_window
+    split = not torch.compiler.is_compiling() and _without_kernels.value
     if sinks is not None:
-        window = sliding_window
-        return sink_attention(query, key, value, sinks, rows=rows, scaling=scaling, window=window, plain=plain), None
+        return sink_attention(query, key, value, sinks, rows=rows, scaling=scaling, window=window, split=split), None
     length, num_keys = query.shape[2], key.shape[2]
     mask = None
     if num_keys != length:  # with a cache, the queries are the last tokens of longer rows
-        mask = visible(length, num_keys, sliding_window, query.device)
-    elif rows is not None or (sliding_window is not None and sliding_window < length):
+        mask = visible(length, num_keys, window, query.device)
+    elif rows is not None or (window is not None and window < length):
         if _supports_flash_attn(query):
-            return _by_flash_attn(rows, query, key, value, dropout, scaling, sliding_window), None
-        return segment_attention(query, key, value, rows, scaling, dropout, sliding_window, plain), None
+            return _by_flash_attn(rows, query, key, value, dropout, scaling, window), None
+        return segment_attention(query, key, value, rows, scaling, dropout, window, split), None
     return causal(query, key, value, scaling, dropout, mask).transpose(1, 2).contiguous(), None
 
 
@@ -237,7 +237,7 @@ def _supports_flash_attn(query: torch.Tensor) -> bool:
     """
     if activated_kernel() is not None:
         return False
-    if torch.compiler.is_compiling() or query.device.type != "cuda" or _is_plain.value:
+    if torch.compiler.is_compiling() or query.device.type != "cuda" or _without_kernels.value:
         return False
     return query.dtype in (torch.float16, torch.bfloat16) and flash_attn() is not None
 
@@ -248,8 +248,8 @@ def _by_flash_attn(
 ) -> torch.Tensor:  # fmt: skip
     """Return attention inside the segments of rows (B, T, heads, D), by a kernel that takes all rows as one sequence with offsets."""
     size, length = query.shape[0], query.shape[2]
-    offsets, ends = rows or _whole_rows(size, length, query.device).offsets(0, size)
-    longest = int(ends.diff().max())
+    offsets, bounds = rows or _whole_rows(size, length, query.device).offsets(0, size)
+    longest = int(bounds.diff().max())
     output: torch.Tensor = flash_attn()(
         *(t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)), offsets, offsets, longest, longest,
         dropout_p=dropout, softmax_scale=scaling, causal=True, window_size=(window - 1 if window else -1, 0),
@@ -270,8 +270,8 @@ def register() -> None:
     attention_with_sinks.register()
 
 
-def choose(model: Any, wanted: str | None, on_accelerator: bool) -> str:
-    """Set the requested attention implementation, or without a request the best one for the device, and return its name.
+def choose(model: Any, wanted: str | None, prefers_varlen: bool) -> str:
+    """Set the requested attention implementation, and return its name. Without a request, take varlen where preferred and supported.
 
     transformers computes models with sinks eagerly because it has no other way; here they are eager only on request.
 
@@ -280,10 +280,10 @@ def choose(model: Any, wanted: str | None, on_accelerator: bool) -> str:
     """
     present: str = model.config.get_text_config()._attn_implementation
     if wanted is None:
-        by_sinks = present == "eager" and attention_with_sinks.replaces_eager(model)
-        if (present == "sdpa" or by_sinks) and on_accelerator and can_varlen(model):
+        only_for_sinks = present == "eager" and attention_with_sinks.replaces_eager(model)
+        if (present == "sdpa" or only_for_sinks) and prefers_varlen and can_varlen(model):
             wanted = NAME
-        elif by_sinks:
+        elif only_for_sinks:
             wanted = attention_with_sinks.NAME
     if wanted == NAME:
         require_varlen(model)

@@ -34,11 +34,11 @@ def kernel_of_segments(
     if implementation != NAME:
         return implementation
     activated = activated_kernel()
-    halves = dtype in (torch.float16, torch.bfloat16)
-    if halves and not compiled and activated is None and not sinks and flash_attn() is not None:
+    is_half_precision = dtype in (torch.float16, torch.bfloat16)
+    if is_half_precision and not compiled and activated is None and not sinks and flash_attn() is not None:
         return f"FlashAttention-2 of flash-attn {version('flash-attn')}"
     widths = head_dimensions(config)
-    if sinks:  # `sink_attention` fills heads up to one width
+    if sinks:  # `sink_attention` fills heads up to one width, a multiple of 8
         width = -(-max(widths) // 8) * 8
         widths = (width, width)
     obstacle = kernel_obstacle(widths, dtype, getattr(config, "attention_dropout", None) or 0.0)

@@ -35,15 +35,16 @@ def attention_with_sinks(
     Returns:
         Output (B, T, heads, D), and None for attention weights.
     """
-    reject_unknown(NAME, module, dropout, attention_mask, s_aux, kwargs)
+    reject_unknown(NAME, module, dropout, mask=attention_mask, sinks=s_aux, others=kwargs)
     mask = attention_mask if indices is None else _selected(attention_mask, indices)
     if s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
         return output, None
-    is_causal = kwargs.get("is_causal")
-    causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    # As transformers decides for scaled dot-product attention.
+    requested = kwargs.get("is_causal")
+    causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if requested is None else requested)
     return sink_attention(query, key, value, s_aux, mask, scaling=scaling, causal=causal, window=sliding_window), None
 
 

@@ -60,14 +60,14 @@ def examine(
     attention.register()
     proof = find_proof(parts)
     # A classifier may take the score of a masked token, if padding is not its padding token; varlen computes nothing for it.
-    automatic = on_accelerator and VARLEN in proof.features and not parts.classifies
-    used = attention.choose(parts.model, attn_implementation, automatic)
-    needed = {MICRO_BATCHES: in_micro_batches, VARLEN: used == attention.NAME}
+    prefers_varlen = on_accelerator and VARLEN in proof.features and not parts.classifies
+    chosen = attention.choose(parts.model, attn_implementation, prefers_varlen)
+    needed = {MICRO_BATCHES: in_micro_batches, VARLEN: chosen == attention.NAME}
     unproven = proof.reason_against(*(feature for feature, is_needed in needed.items() if is_needed))
     if not allow_unproven_model:
         require_proven(unproven)
     return Examined(
-        parts=parts, trial=trial, attention=used, unproven=unproven,
+        parts=parts, trial=trial, attention=chosen, unproven=unproven,
         takes_images=allow_unproven_model or IMAGES in proof.features,
         whole_batch_only=MICRO_BATCHES not in proof.features and not allow_unproven_model,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 Offsets = tuple[torch.Tensor, torch.Tensor]
-"""Start of each segment of some rows and end of the last segment, int32: on the device, and on the host."""
+"""Start of each segment of some rows and end of the last segment, int32: on the device (``offsets``), and on the host (``bounds``)."""
 
 KERNEL_CAPABILITY = (8, 0)  # compute capability that torch's flash kernel needs
 _LARGEST_WIDTH = 256  # of a head
@@ -22,7 +22,7 @@ _LARGEST_WIDTH = 256  # of a head
 
 def segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Offsets | None, scaling: float | None = None,
-    dropout: float = 0.0, window: int | None = None, plain: bool = False,
+    dropout: float = 0.0, window: int | None = None, split: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Compute causal attention inside segments.
 
@@ -33,16 +33,16 @@ def segment_attention(
         scaling: factor of the scores; None for 1 / sqrt(D).
         dropout: probability of dropping an attention weight.
         window: number of tokens that a token attends to, including itself; None for all earlier tokens.
-        plain: compute segment by segment on any device; ignored in compiled code.
+        split: compute segment by segment on any device; ignored in compiled code.
 
     Returns:
         Output (B, T, heads, D), contiguous.
     """
-    offsets, ends = (None, None) if rows is None else rows
-    if torch.compiler.is_compiling() or (not plain and has_kernel(query, value, dropout)):
-        output: torch.Tensor = _attend(query, key, value, offsets, ends, scaling, dropout, window)[0]
+    offsets, bounds = (None, None) if rows is None else rows
+    if torch.compiler.is_compiling() or (not split and has_kernel(query, value, dropout)):
+        output: torch.Tensor = _attend(query, key, value, offsets, bounds, scaling, dropout, window)[0]
         return output
-    return by_segment(query, key, value, _borders(query, ends), scaling, dropout, window)
+    return by_segment(query, key, value, _borders(query, bounds), scaling, dropout, window)
 
 
 def by_segment(
@@ -110,11 +110,11 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def flash_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor | None, bounds: torch.Tensor | None,
     scaling: float | None, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Call torch's flash kernel for segments; output (B, T, heads, D) and log-sum-exps (heads, B·T)."""
-    offsets, longest = _kernel_arguments(query, offsets, ends)
+    offsets, longest = _kernel_arguments(query, offsets, bounds)
     is_causal, returns_debug_mask = window is None, False  # with a window, its right side of 0 tokens makes it causal
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
         *map(_flat, (query, key, value)), offsets, offsets, longest, longest, 0.0, is_causal, returns_debug_mask,
@@ -125,10 +125,10 @@ def flash_forward(
 
 def flash_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-    logsumexp: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None, scaling: float | None, window: int | None,
+    logsumexp: torch.Tensor, offsets: torch.Tensor | None, bounds: torch.Tensor | None, scaling: float | None, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, (B, T, heads, D), given that of the output of `flash_forward`."""
-    offsets, longest = _kernel_arguments(query, offsets, ends)
+    """Return the gradients of query, key and value, (B, T, heads, D), given the gradient of the output of `flash_forward`."""
+    offsets, longest = _kernel_arguments(query, offsets, bounds)
     is_causal = window is None
     seed, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)  # of dropout, which is 0
     grads = torch.ops.aten._flash_attention_backward(
@@ -144,7 +144,7 @@ def flash_backward(
 
 @torch.library.custom_op("horizon_lm::segment_attention", mutates_args=())
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor | None, bounds: torch.Tensor | None,
     scaling: float | None, dropout: float, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the output (B, T, heads, D), log-sum-exps (heads, B·T), and the seed of dropout, for the backward pass.
@@ -153,21 +153,21 @@ def _attend(
     """
     no_seed, no_logsumexp = torch.zeros((), dtype=torch.int64), query.new_empty(0, dtype=torch.float32)
     if has_kernel(query, value, dropout):
-        return *flash_forward(query, key, value, offsets, ends, scaling, window), no_seed
-    borders = _borders(query, ends)
+        return *flash_forward(query, key, value, offsets, bounds, scaling, window), no_seed
+    borders = _borders(query, bounds)
     if not dropout:
         return by_segment(query, key, value, borders, scaling, 0.0, window), no_logsumexp, no_seed
     seed = torch.randint(2**62, ())  # from the generator whose state the recomputation restores
     generator = _generator(query, seed)
     outputs = []
     for q, k, v in cut((query, key, value), borders):
-        weights = _weights(q, k, scaling, window) * _dropout_factors(q, dropout, generator)
+        weights = _probabilities(q, k, scaling, window) * _dropout_factors(q, dropout, generator)
         outputs.append((weights.to(v.dtype) @ _repeated(v, q))[0].transpose(0, 1))
     return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])), no_logsumexp, seed
 
 
 @_attend.register_fake
-def _(query, key, value, offsets, ends, scaling, dropout, window):  # type: ignore[no-untyped-def]
+def _(query, key, value, offsets, bounds, scaling, dropout, window):  # type: ignore[no-untyped-def]
     """Return tensors of the shapes that `_attend` returns, for torch.compile."""
     rows, heads, length, _ = query.shape
     output = query.new_empty(rows, length, heads, value.shape[-1])
@@ -178,19 +178,19 @@ def _(query, key, value, offsets, ends, scaling, dropout, window):  # type: igno
 @torch.library.custom_op("horizon_lm::segment_attention_backward", mutates_args=())
 def _differentiate(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-    logsumexp: torch.Tensor, seed: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
+    logsumexp: torch.Tensor, seed: torch.Tensor, offsets: torch.Tensor | None, bounds: torch.Tensor | None,
     scaling: float | None, dropout: float, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of query, key and value, contiguous as (B, T, heads, D), given what `_attend` returned."""
-    sizes = (query.shape[0], query.shape[2])
+    rows_and_tokens = (query.shape[0], query.shape[2])
     if has_kernel(query, value, dropout):
-        return flash_backward(grad, query, key, value, output, logsumexp, offsets, ends, scaling, window)
-    borders = _borders(query, ends)
+        return flash_backward(grad, query, key, value, output, logsumexp, offsets, bounds, scaling, window)
+    borders = _borders(query, bounds)
     generator = _generator(query, seed) if dropout else None
     pieces = []
     for (q, k, v), (g,) in zip(cut((query, key, value), borders), cut((grad.transpose(1, 2),), borders), strict=True):
         pieces.append(_differentiate_segment(q, k, v, g, scaling, dropout, window, generator))
-    return tuple(torch.cat(parts).unflatten(0, sizes) for parts in zip(*pieces, strict=True))  # type: ignore[return-value]
+    return tuple(torch.cat(parts).unflatten(0, rows_and_tokens) for parts in zip(*pieces, strict=True))  # type: ignore[return-value]
 
 
 @_differentiate.register_fake
@@ -201,19 +201,19 @@ def _(grad, query, key, value, *_):  # type: ignore[no-untyped-def]
     )
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    query, key, value, offsets, ends, *ctx.options = inputs
-    ctx.save_for_backward(query, key, value, *output, offsets, ends)
+def _save_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    query, key, value, offsets, bounds, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output, offsets, bounds)
 
 
-def _grads(ctx, grad, *_):  # type: ignore[no-untyped-def]
-    """Return the gradients of all arguments of `_attend`, given that of its output; None for offsets, ends and options."""
-    query, key, value, output, logsumexp, seed, offsets, ends = ctx.saved_tensors
-    grads = _differentiate(grad.contiguous(), query, key, value, output, logsumexp, seed, offsets, ends, *ctx.options)
+def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    """Return the gradients of all arguments of `_attend`, given the gradient of its output; None for offsets, bounds and options."""
+    query, key, value, output, logsumexp, seed, offsets, bounds = ctx.saved_tensors
+    grads = _differentiate(grad.contiguous(), query, key, value, output, logsumexp, seed, offsets, bounds, *ctx.options)
     return *(g.transpose(1, 2) for g in grads), *[None] * (2 + len(ctx.options))
 
 
-_attend.register_autograd(_grads, setup_context=_keep)
+_attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 # Segments
@@ -230,21 +230,21 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-def _borders(query: torch.Tensor, ends: torch.Tensor | None) -> list[int]:
-    """Return where segments begin in the B * T tokens of all rows, and the end of the last. ``ends``: `Offsets` on the host."""
+def _borders(query: torch.Tensor, bounds: torch.Tensor | None) -> list[int]:
+    """Return the start of each segment in the B * T tokens of all rows, and the end of the last. ``bounds``: see `Offsets`."""
     rows, length = query.shape[0], query.shape[2]
-    borders: list[int] = [length * i for i in range(rows + 1)] if ends is None else ends.tolist()
+    borders: list[int] = [length * i for i in range(rows + 1)] if bounds is None else bounds.tolist()
     return borders
 
 
 def _kernel_arguments(
-    query: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None
+    query: torch.Tensor, offsets: torch.Tensor | None, bounds: torch.Tensor | None
 ) -> tuple[torch.Tensor, int]:
     """Return the offsets on the device, made for whole rows if there are none, and the length of the longest segment."""
     rows, length = query.shape[0], query.shape[2]
-    if offsets is None or ends is None:
+    if offsets is None or bounds is None:
         return _whole_rows(rows, length, query.device), length
-    return offsets, max(stop - start for start, stop in pairwise(ends.tolist()))
+    return offsets, max(stop - start for start, stop in pairwise(bounds.tolist()))
 
 
 @lru_cache(maxsize=8)
@@ -266,16 +266,16 @@ def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-def _weights(query: torch.Tensor, key: torch.Tensor, scaling: float | None, window: int | None) -> torch.Tensor:
+def _probabilities(query: torch.Tensor, key: torch.Tensor, scaling: float | None, window: int | None) -> torch.Tensor:
     """Return attention weights (1, heads, length, length), at least in float32."""
     length = query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (query @ _repeated(key, query).transpose(-1, -2) * scale).to(_exact(query.dtype))
+    scores = (query @ _repeated(key, query).transpose(-1, -2) * scale).to(_at_least_float32(query.dtype))
     hidden = ~visible(length, length, window, query.device)
     return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -286,7 +286,7 @@ def _generator(query: torch.Tensor, seed: torch.Tensor) -> torch.Generator:
 def _dropout_factors(query: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor:
     """Draw the factors of dropout for the weights of one segment, (1, heads, length, length): 0, or 1 / (1 - dropout)."""
     shape = (*query.shape[:-1], query.shape[2])
-    drawn = torch.rand(shape, generator=generator, device=query.device, dtype=_exact(query.dtype))
+    drawn = torch.rand(shape, generator=generator, device=query.device, dtype=_at_least_float32(query.dtype))
     return (drawn >= dropout) / (1 - dropout)
 
 
@@ -296,7 +296,7 @@ def _differentiate_segment(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of query, key and value of one segment, each (length, heads, D). ``generator``: None without dropout."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    weights = _weights(query, key, scaling, window)
+    weights = _probabilities(query, key, scaling, window)
     factors = 1.0 if generator is None else _dropout_factors(query, dropout, generator)
     of_values = (weights * factors).to(grad.dtype).transpose(-1, -2) @ grad
     of_weights = (grad @ _repeated(value, query).transpose(-1, -2)).to(weights.dtype) * factors

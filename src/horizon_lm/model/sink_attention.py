@@ -25,7 +25,7 @@ Pieces = list[tuple[torch.Tensor, ...]]
 
 def sink_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, mask: torch.Tensor | None = None,
-    rows: Offsets | None = None, scaling: float | None = None, causal: bool = True, window: int | None = None, plain: bool = False,
+    rows: Offsets | None = None, scaling: float | None = None, causal: bool = True, window: int | None = None, split: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Compute attention with sinks.
 
@@ -38,15 +38,15 @@ def sink_attention(
         scaling: factor of the scores; None for 1 / sqrt(D).
         causal: without a mask, tokens attend to themselves and earlier tokens only; the queries are the last T of the S tokens.
         window: in causal attention, the number of tokens that a token attends to, including itself; None for all earlier tokens.
-        plain: do not use the kernel for segments.
+        split: compute segment by segment, without the kernel for segments.
 
     Returns:
         Output (B, T, heads, D), contiguous.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    offsets, ends = (None, None) if rows is None else rows
+    offsets, bounds = (None, None) if rows is None else rows
     sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
-    output: torch.Tensor = _attend(query, key, value, sinks, mask, offsets, ends, scaling, causal, window, plain)[0]
+    output: torch.Tensor = _attend(query, key, value, sinks, mask, offsets, bounds, scaling, causal, window, split)[0]
     return output
 
 
@@ -83,25 +83,25 @@ def grad_of_sinks(
 @torch.library.custom_op("horizon_lm::sink_attention", mutates_args=())
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, mask: torch.Tensor | None,
-    offsets: torch.Tensor | None, ends: torch.Tensor | None, scaling: float, causal: bool, window: int | None, plain: bool,
+    offsets: torch.Tensor | None, bounds: torch.Tensor | None, scaling: float, causal: bool, window: int | None, split: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the output (B, T, heads, D), and log-sum-exps with sinks (B, T, heads, 1) for the backward pass.
 
-    Without a kernel for segments, the rows are computed segment by segment; ``offsets`` and ``ends`` are `Offsets`.
+    Without a kernel for segments, the rows are computed segment by segment; ``offsets`` and ``bounds`` are `Offsets`.
     """
     width = value.shape[-1]
     query, key, value = _of_one_width(query, key, value)
-    if _has_kernel(query, value, mask, causal, plain):
-        output, lse = flash_forward(query, key, value, offsets, ends, scaling, window)
+    if _has_kernel(query, value, mask, causal, split):
+        output, lse = flash_forward(query, key, value, offsets, bounds, scaling, window)
         lse = lse.t().unflatten(0, output.shape[:2]).unsqueeze(-1)
     else:
         pieces = []
-        for q, k, v in _pieces((query, key, value), ends):
+        for q, k, v in _pieces((query, key, value), bounds):
             bias, is_causal = _bias(q, k, mask, causal, window)
-            forward = _on_cpu if _is_on_cpu(q) else _on_accelerator
+            forward = _forward_on_cpu if _is_on_cpu(q) else _forward_on_accelerator
             pieces.append(forward(q, k, v, bias, is_causal, scaling))
         outputs, lses = zip(*pieces, strict=True)
-        output, lse = _join(outputs, query, ends), _join([each.unsqueeze(-1) for each in lses], query, ends)
+        output, lse = _join(outputs, query, bounds), _join([each.unsqueeze(-1) for each in lses], query, bounds)
     return add_sinks(output[..., :width].contiguous(), lse.contiguous(), sinks)
 
 
@@ -115,8 +115,8 @@ def _(query, key, value, sinks, *_):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("horizon_lm::sink_attention_backward", mutates_args=())
 def _differentiate(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
-    lse_with_sinks: torch.Tensor, mask: torch.Tensor | None, offsets: torch.Tensor | None, ends: torch.Tensor | None,
-    scaling: float, causal: bool, window: int | None, plain: bool,
+    lse_with_sinks: torch.Tensor, mask: torch.Tensor | None, offsets: torch.Tensor | None, bounds: torch.Tensor | None,
+    scaling: float, causal: bool, window: int | None, split: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of query, key and value, contiguous as (B, T, heads, D).
 
@@ -124,23 +124,23 @@ def _differentiate(
         grad: the gradient of the output.
         query, key, value, mask, scaling, causal, window: as in `sink_attention`.
         output, lse_with_sinks: the results of `_attend`.
-        offsets, ends: the starts and ends of segments (`Offsets`), on the device and on the host; None if every row is one segment.
-        plain: do not use the kernel for segments, which the forward pass has not used either.
+        offsets, bounds: the starts of segments on the device, and on the host (`Offsets`); None if every row is one segment.
+        split: compute segment by segment, as the forward pass did.
     """
     widths = query.shape[-1], key.shape[-1], value.shape[-1]
     query, key, value, output, grad = _of_one_width(query, key, value, output, grad)
-    if _has_kernel(query, value, mask, causal, plain):
+    if _has_kernel(query, value, mask, causal, split):
         lse = lse_with_sinks.squeeze(-1).flatten(0, 1).t().contiguous()
-        grads = flash_backward(grad, query, key, value, output, lse, offsets, ends, scaling, window)
+        grads = flash_backward(grad, query, key, value, output, lse, offsets, bounds, scaling, window)
     else:
         by_token = output, grad, lse_with_sinks  # (B, T, heads, ...), which are cut as (B, heads, T, ...)
         tensors = (query, key, value, *(each.transpose(1, 2) for each in by_token))
         pieces = []
-        for q, k, v, out, of_out, lse in _pieces(tensors, ends):
+        for q, k, v, out, of_out, lse in _pieces(tensors, bounds):
             bias, is_causal = _bias(q, k, mask, causal, window)
-            backward = _back_on_cpu if _is_on_cpu(q) else _back_on_accelerator
+            backward = _backward_on_cpu if _is_on_cpu(q) else _backward_on_accelerator
             pieces.append(backward(of_out, q, k, v, bias, out, lse.squeeze(-1), is_causal, scaling))
-        grads = tuple(_join(parts, query, ends) for parts in zip(*pieces, strict=True))  # type: ignore[assignment]
+        grads = tuple(_join(parts, query, bounds) for parts in zip(*pieces, strict=True))  # type: ignore[assignment]
     return tuple(g[..., :width].contiguous() for g, width in zip(grads, widths, strict=True))  # type: ignore[return-value]
 
 
@@ -152,40 +152,42 @@ def _(grad, query, key, value, *_):  # type: ignore[no-untyped-def]
     )
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    query, key, value, sinks, mask, offsets, ends, *ctx.options = inputs
-    ctx.save_for_backward(query, key, value, sinks, *output, mask, offsets, ends)
+def _save_for_backward(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    query, key, value, sinks, mask, offsets, bounds, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output, mask, offsets, bounds)
     _, lse_with_sinks = output
     ctx.mark_non_differentiable(lse_with_sinks)
 
 
-def _grads(ctx, grad, _):  # type: ignore[no-untyped-def]
-    """Return the gradients of all arguments of `_attend`, given that of its output; None for mask, offsets, ends and options."""
-    query, key, value, sinks, output, lse_with_sinks, mask, offsets, ends = ctx.saved_tensors
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    """Return the gradients of all arguments of `_attend`, given the gradient of its output; None for mask, offsets, bounds and options."""
+    query, key, value, sinks, output, lse_with_sinks, mask, offsets, bounds = ctx.saved_tensors
     grad = grad.contiguous()
-    grads = _differentiate(grad, query, key, value, output, lse_with_sinks, mask, offsets, ends, *ctx.options)
+    grads = _differentiate(grad, query, key, value, output, lse_with_sinks, mask, offsets, bounds, *ctx.options)
     _, _, _, sinks_need_grad, *_ = ctx.needs_input_grad
     of_sinks = grad_of_sinks(grad, output, lse_with_sinks, sinks) if sinks_need_grad else None
     return *(g.transpose(1, 2) for g in grads), of_sinks, *[None] * (3 + len(ctx.options))
 
 
-_attend.register_autograd(_grads, setup_context=_keep)
+_attend.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 # Kernels that return log-sum-exps
 
 
-def _has_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, plain: bool) -> bool:
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, split: bool) -> bool:
     """Return whether torch's flash kernel, which takes segments but no mask, and as many keys as queries, computes this."""
-    square = query.shape[2] == value.shape[2]
-    return not plain and mask is None and causal and square and segment_attention.has_kernel(query, value, dropout=0.0)
+    is_square = query.shape[2] == value.shape[2]
+    return (
+        not split and mask is None and causal and is_square and segment_attention.has_kernel(query, value, dropout=0.0)
+    )
 
 
 def _is_on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _on_cpu(
+def _forward_on_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (B, heads, T, D) and log-sum-exps (B, heads, T) of torch's flash kernel for CPUs."""
@@ -195,18 +197,18 @@ def _on_cpu(
     return output, lse
 
 
-def _back_on_cpu(
+def _backward_on_cpu(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
     output: torch.Tensor, lse: torch.Tensor, causal: bool, scaling: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return the gradients of query, key and value, given that of the output of `_on_cpu`, with the sinks in output and lse."""
+    """Return the gradients of query, key and value, given the gradient of the output; the sinks are in output and lse."""
     grads: tuple[torch.Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, output, lse, 0.0, causal, attn_mask=bias, scale=scaling
     )
     return grads
 
 
-def _on_accelerator(
+def _forward_on_accelerator(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and log-sum-exps of torch's memory-efficient kernel, which takes masks, float32 and all widths of heads."""
@@ -217,11 +219,11 @@ def _on_accelerator(
     return output, lse[..., : query.shape[2]]
 
 
-def _back_on_accelerator(
+def _backward_on_accelerator(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
     output: torch.Tensor, lse: torch.Tensor, causal: bool, scaling: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return the gradients of query, key and value, given that of the output of `_on_accelerator`, with the sinks in output and lse."""
+    """Return the gradients of query, key and value, given the gradient of the output; the sinks are in output and lse."""
     keys, values = _for_all_heads(query, key, value)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which is 0
     # The kernel reads log-sum-exps in blocks of 32 queries, and its own forward pass fills the last one with infinity.
@@ -253,7 +255,7 @@ def _for_all_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Te
 def _bias(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, window: int | None
 ) -> tuple[torch.Tensor | None, bool]:
-    """Return the additive mask that the kernel takes, and whether it is causal by itself: only without a mask.
+    """Return the additive mask that a kernel takes, and whether the kernel itself is to be causal: only without a mask.
 
     A mask is made of causal attention that a kernel cannot compute by itself: over more keys than queries, or in a window.
     """
@@ -277,13 +279,13 @@ def _aligned(bias: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | N
     return F.pad(bias, (0, -keys % _MULTIPLE))[..., :keys].expand(rows, heads, length, keys)
 
 
-def _pieces(tensors: tuple[torch.Tensor, ...], ends: torch.Tensor | None) -> Pieces:
+def _pieces(tensors: tuple[torch.Tensor, ...], bounds: torch.Tensor | None) -> Pieces:
     """Return tensors (B, heads, T, D) whole, or cut into segments (1, heads, length, D)."""
-    return [tensors] if ends is None else cut(tensors, ends.tolist())
+    return [tensors] if bounds is None else cut(tensors, bounds.tolist())
 
 
-def _join(pieces: Sequence[torch.Tensor], query: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+def _join(pieces: Sequence[torch.Tensor], query: torch.Tensor, bounds: torch.Tensor | None) -> torch.Tensor:
     """Return the pieces of a batch (`_pieces`) as one tensor (B, T, heads, D)."""
-    if ends is None:
+    if bounds is None:
         return pieces[0].transpose(1, 2)
     return torch.cat([piece[0].transpose(0, 1) for piece in pieces]).unflatten(0, (query.shape[0], query.shape[2]))
