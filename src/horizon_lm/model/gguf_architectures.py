@@ -74,7 +74,7 @@ class Architecture:
     in_transformers: bool = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
-        """Return the metadata of a model, by names without that of the architecture."""
+        """Return the metadata of a model, by names without the architecture's name before them."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         numbers = {name: getattr(config, key) for key, name in {**NUMBERS, **self.numbers}.items()}
         rotated = parameters_of(config).get("partial_rotary_factor", 1.0) if self.partial_rotary else 1.0
@@ -93,12 +93,12 @@ def in_block(name: str) -> str:
     return re.sub(r"^blk\.\d+\.", "", name)
 
 
-def both(name: str, layout: Layout) -> dict[str, Layout]:
+def weight_and_bias(name: str, layout: Layout) -> dict[str, Layout]:
     """Return the same layout for the weight and the bias of a layer."""
     return {f"{name}.weight": layout, f"{name}.bias": layout}
 
 
-def _neighbours(config: Any) -> Mapping[str, Layout]:
+def _interleaved_heads(config: Any) -> Mapping[str, Layout]:
     """Return the layouts of the projections of queries and keys, whose rows a file has in another order within each head.
 
     Rotary embeddings rotate pairs of elements: neighbours in llama.cpp, and element i with D / 2 + i in transformers.
@@ -111,22 +111,21 @@ def _neighbours(config: Any) -> Mapping[str, Layout]:
             """Transpose the rows of each head, as a matrix of this shape: (2, D / 2) turns halves into neighbours, (D / 2, 2) back."""
             return tensor.view(heads, *shape, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
-        return Layout(lambda tensor: swapped(tensor, 2, -1), lambda tensor: swapped(tensor, -1, 2))
+        return Layout(write=lambda tensor: swapped(tensor, 2, -1), read=lambda tensor: swapped(tensor, -1, 2))
 
     return {
-        **both("attn_q", interleaved(config.num_attention_heads)),
-        **both("attn_k", interleaved(config.num_key_value_heads)),
+        **weight_and_bias("attn_q", interleaved(config.num_attention_heads)),
+        **weight_and_bias("attn_k", interleaved(config.num_key_value_heads)),
     }
 
 
 def flat_gate(config: Any) -> Mapping[str, Layout]:
     """Return the layout of the gate of shared experts, which is a vector in GGUF."""
-    return {
-        "ffn_gate_inp_shexp.weight": Layout(lambda tensor: tensor.reshape(-1), lambda tensor: tensor.reshape(1, -1))
-    }
+    layout = Layout(write=lambda tensor: tensor.reshape(-1), read=lambda tensor: tensor.reshape(1, -1))
+    return {"ffn_gate_inp_shexp.weight": layout}
 
 
-PLUS_ONE = Layout(lambda tensor: tensor + 1, lambda tensor: tensor - 1)
+PLUS_ONE = Layout(write=lambda tensor: tensor + 1, read=lambda tensor: tensor - 1)
 
 
 def _offset_norms(config: Any) -> Mapping[str, Layout]:
@@ -199,23 +198,23 @@ ARCHITECTURES = {
             "residual_multiplier": "residual_scale",
         },
         assumed=lambda config: {"hidden_act": "silu", **_NO_BIASES},
-        layouts=_neighbours,
+        layouts=_interleaved_heads,
         factors=FACTORS,
         switches={"rope.scaling.finetuned": True},  # without it, llama.cpp rotates nothing
         in_transformers=False,
     ),
-    "llama": Architecture("llama", of_tensors=_BIASES, layouts=_neighbours, factors=FACTORS),
+    "llama": Architecture("llama", of_tensors=_BIASES, layouts=_interleaved_heads, factors=FACTORS),
     "mistral": Architecture(
         "llama",
         assumed=lambda config: {"model_type": "mistral", "sliding_window": None},
-        layouts=_neighbours,
+        layouts=_interleaved_heads,
         factors=FACTORS,
     ),
     "mixtral": Architecture(
         "llama",
         numbers=RMS_NORM | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         assumed=lambda config: {"hidden_act": "silu", "sliding_window": None},
-        layouts=_neighbours,
+        layouts=_interleaved_heads,
         factors=FACTORS,
         in_transformers=False,
     ),
@@ -256,7 +255,7 @@ ARCHITECTURES = {
             "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers)],
             "use_sliding_window": False,
         },
-        layouts=_neighbours,
+        layouts=_interleaved_heads,
         in_transformers=False,
     ),
 }

@@ -35,14 +35,14 @@ def config_of(header: GgufHeader) -> Any:
             f"gguf_file: {header.path} cannot be read ({first_line(error)}); download it again"
         ) from error
     keys.require_all_used()
-    return _built(model_type, values, header)
+    return _build(model_type, values, header)
 
 
 def _settings(keys: Keys, architecture: Architecture, header: GgufHeader) -> dict[str, Any]:
     """Return the settings of a file's model."""
-    values = _numbers(keys, architecture, header)
+    values = _number_settings(keys, architecture, header)
     values |= _attention(keys, architecture, header, values)
-    values = {
+    values = {  # what the file has itself, in place of what llama.cpp assumes
         **architecture.assumed(SimpleNamespace(**values)),
         **{key: tensor in header.tensors for key, tensor in architecture.of_tensors.items()},
         **values,
@@ -58,7 +58,7 @@ def architecture_of(header: GgufHeader) -> tuple[str, Architecture]:
     """Return the model type of a file and its architecture; raise ConfigError if it is not known."""
     name = header.metadata.get("general.architecture")
     every = ARCHITECTURES | OTHER_ARCHITECTURES
-    found = [item for item in every.items() if item[1].name == name]
+    found = [(kind, each) for kind, each in every.items() if each.name == name]
     if not found:
         known = ", ".join(sorted({architecture.name for architecture in every.values()}))
         raise ConfigError(
@@ -66,7 +66,7 @@ def architecture_of(header: GgufHeader) -> tuple[str, Architecture]:
         )
     # Mixtures may share their name with models that have no experts.
     has_experts = bool(header.metadata.get(f"{name}.expert_count"))
-    fitting = [item for item in found if ("expert_count" in item[1].numbers.values()) == has_experts]
+    fitting = [(kind, each) for kind, each in found if ("expert_count" in each.numbers.values()) == has_experts]
     return (fitting or found)[0]
 
 
@@ -84,44 +84,44 @@ def _require_whole_model(header: GgufHeader) -> None:
         raise rejected(header.path, adapter, metadata[adapter])
 
 
-def _numbers(keys: Keys, architecture: Architecture, header: GgufHeader) -> dict[str, Any]:
+def _number_settings(keys: Keys, architecture: Architecture, header: GgufHeader) -> dict[str, Any]:
     """Return the settings that a file has as numbers, and those that `Architecture.read` derives from its metadata.
 
     Raises:
         ConfigError: a number is missing, or llama.cpp would not compute with it as it is written.
     """
-    absent = {"num_key_value_heads": keys.one("attention.head_count"), **architecture.absent}
+    defaults = {"num_key_value_heads": keys.single("attention.head_count"), **architecture.absent}
     found = dict(architecture.read(keys))
     if tokens := header.metadata.get(_TOKENS):  # which count, whatever `vocab_size` is
         found["vocab_size"] = len(tokens)
-        keys.take("vocab_size")
+        keys.take("vocab_size")  # which counts as used
     for key, name in {**NUMBERS, **architecture.numbers}.items():
         if key in found:
             continue
-        found[key] = keys.one(name, absent[key]) if key in absent else keys.require(name)
+        found[key] = keys.single(name, defaults[key]) if key in defaults else keys.require(name)
         if isinstance(found[key], str):
             raise keys.rejected(name)
         if name.endswith("scale") and found[key] <= 0.0:
-            raise keys.rejected(name)  # as if it was not there in llama.cpp, where it is 0
+            raise keys.rejected(name)  # llama.cpp takes a scale of 0 for a missing one
         if name.endswith("_softcapping") and found[key] == 0.0:
-            if absent[key] is not None:
+            if defaults[key] is not None:
                 raise keys.rejected(name)  # llama.cpp divides by it, or does not, depending on its kernel
             found[key] = None
     return found
 
 
 def _attention(keys: Keys, architecture: Architecture, header: GgufHeader, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of heads, of rotary embeddings and of windows. ``numbers`` are those of `_numbers`.
+    """Return the settings of heads, of rotary embeddings and of windows, given the ``numbers`` from `_number_settings`.
 
     Raises:
         ConfigError: heads of two sizes, or a scaling or a window that transformers cannot compute in this architecture.
     """
     num_heads = numbers["num_attention_heads"]
     usual_head_dim = numbers["hidden_size"] // num_heads if num_heads else 0
-    head_dim = keys.one("attention.key_length", usual_head_dim)
+    head_dim = keys.single("attention.key_length", usual_head_dim)
     found: dict[str, Any] = {"head_dim": head_dim}
     for name in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
-        if keys.one(name, head_dim) != head_dim:
+        if keys.single(name, head_dim) != head_dim:
             raise keys.rejected(name)
     if architecture.has_rotary:
         context = numbers["max_position_embeddings"]
@@ -135,17 +135,24 @@ def _attention(keys: Keys, architecture: Architecture, header: GgufHeader, numbe
         if not numbers["sliding_window"] and architecture.absent["sliding_window"]:
             raise keys.rejected("attention.sliding_window")  # a window of 0, in which a token does not even see itself
     if architecture.window_pattern is not None:
-        found["layer_types"] = _layer_types(keys, architecture.window_pattern, {**numbers, **found})
+        found |= _window_settings(keys, architecture.window_pattern, architecture.window_theta, {**numbers, **found})
+    return found
+
+
+def _window_settings(keys: Keys, pattern: int, own_theta: float | None, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the types of layers, their window, and the rotary parameters of each type if windows have an ``own_theta``."""
+    rotary = values["rope_parameters"]
+    found: dict[str, Any] = {
+        "layer_types": _layer_types(keys, pattern, values),
         # Without windows, transformers needs the size of one all the same.
-        found["sliding_window"] = found["sliding_window"] or numbers["max_position_embeddings"]
-        rotary = found["rope_parameters"]
-        own_theta = architecture.window_theta
-        theta = keys.take("rope.freq_base_swa", rotary["rope_theta"] if own_theta is None else own_theta)
-        if own_theta is not None:
-            of_windows = {"rope_type": "default", "rope_theta": theta}
-            found["rope_parameters"] = {"full_attention": rotary, "sliding_attention": of_windows}
-        elif theta != rotary["rope_theta"]:
-            raise keys.rejected("rope.freq_base_swa")
+        "sliding_window": values["sliding_window"] or values["max_position_embeddings"],
+    }
+    theta = keys.take("rope.freq_base_swa", rotary["rope_theta"] if own_theta is None else own_theta)
+    if own_theta is not None:
+        of_windows = {"rope_type": "default", "rope_theta": theta}
+        found["rope_parameters"] = {"full_attention": rotary, "sliding_attention": of_windows}
+    elif theta != rotary["rope_theta"]:
+        raise keys.rejected("rope.freq_base_swa")
     return found
 
 
@@ -162,14 +169,15 @@ def _layer_types(keys: Keys, pattern: int, values: dict[str, Any]) -> list[str]:
     if isinstance(given, list):
         in_window = given
     else:
+        # The last of every so many layers has full attention; with 0, none has.
         in_window = [given == 0 or layer % given < given - 1 for layer in range(num_layers)]
     if len(in_window) != num_layers:
         raise keys.rejected(name)
     window = values["sliding_window"]
-    return ["sliding_attention" if window and one else "full_attention" for one in in_window]
+    return ["sliding_attention" if window and each else "full_attention" for each in in_window]
 
 
-def _built(model_type: str, values: dict[str, Any], header: GgufHeader) -> Any:
+def _build(model_type: str, values: dict[str, Any], header: GgufHeader) -> Any:
     """Return the config of a type with these settings; raise ConfigError if transformers cannot build it."""
     from transformers import CONFIG_MAPPING
 

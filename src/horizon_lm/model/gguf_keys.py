@@ -42,7 +42,7 @@ _WITHOUT_EFFECT: Mapping[str, Collection[Any] | None] = {
 
 
 class Keys:
-    """The metadata of a file that is about its architecture, by names without that of the architecture."""
+    """The metadata of a file about its architecture, by names without the architecture's name before them."""
 
     def __init__(self, header: GgufHeader, architecture: str) -> None:
         self._prefix, self.path = f"{architecture}.", header.path
@@ -58,8 +58,8 @@ class Keys:
         self._used.add(name)
         return self._values.get(name, default)
 
-    def one(self, name: str, default: Any = None) -> Any:
-        """Return a value as `take` does; a list of equal values, one for each layer, is one value. Raise ConfigError for others."""
+    def single(self, name: str, default: Any = None) -> Any:
+        """Return a value as `take` does; a list of equal values, for all layers, counts as one. Raise ConfigError for other lists."""
         value = self.take(name, default)
         if not isinstance(value, list):
             return value
@@ -73,14 +73,14 @@ class Keys:
             raise ConfigError(
                 f"gguf_file: {self.path}: {self._prefix}{name} is missing; make the file again with llama.cpp's converter"
             )
-        return self.one(name)
+        return self.single(name)
 
     def rejected(self, name: str) -> ConfigError:
         """Return the error of a key whose value the model cannot be opened with."""
         return rejected(self.path, self._prefix + name, self._values.get(name))
 
     def require_all_used(self) -> None:
-        """Raise ConfigError, naming it, if a key was not used, and may change what the model computes."""
+        """Raise ConfigError for a key that `take` has not returned, unless it changes nothing that the model computes."""
         for name, value in self._values.items():
             allowed = _WITHOUT_EFFECT.get(name, ())
             if name not in self._used and allowed is not _ANY and value not in allowed:

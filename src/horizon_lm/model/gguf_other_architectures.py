@@ -15,21 +15,21 @@ from horizon_lm.model.gguf_architectures import (
     SHARED_EXPERT_SIZE,
     Architecture,
     Layout,
-    both,
     flat_gate,
+    weight_and_bias,
 )  # fmt: skip
 from horizon_lm.model.gguf_keys import Keys
 
 _NO_FULL_WIDTH = {"intermediate_size": None}  # of mixtures that have no other feed-forward layers
-_UNSQUEEZED = Layout(lambda tensor: tensor.squeeze(1), lambda tensor: tensor.unsqueeze(1))
-_NEGATIVE = Layout(lambda tensor: -tensor.exp(), lambda tensor: (-tensor).log())
-_TRANSPOSED = Layout(torch.t, torch.t)
+_SQUEEZED = Layout(write=lambda tensor: tensor.squeeze(1), read=lambda tensor: tensor.unsqueeze(1))
+_NEGATIVE_EXP = Layout(write=lambda tensor: -tensor.exp(), read=lambda tensor: (-tensor).log())
+_TRANSPOSED = Layout(write=torch.t, read=torch.t)
 
 
 def _chain(first: Layout, second: Layout) -> Layout:
     """Return the layout that writes a tensor by a first layout, and the result by a second; reading goes the other way round."""
     return Layout(
-        lambda tensor: second.write(first.write(tensor)), lambda tensor: first.read(second.read(tensor))
+        write=lambda tensor: second.write(first.write(tensor)), read=lambda tensor: first.read(second.read(tensor))
     )  # fmt: skip
 
 
@@ -39,18 +39,18 @@ def _swapped(outer: int, inner: int, start: int = 0, axis: int = 0) -> Layout:
     From element ``start`` on, transformers has ``outer`` groups of ``inner`` parts each; a file has ``inner`` groups of ``outer`` parts.
     """
 
-    def layout(tensor: torch.Tensor, groups: int, parts: int) -> torch.Tensor:
+    def swapped(tensor: torch.Tensor, groups: int, parts: int) -> torch.Tensor:
         moved = tensor.movedim(axis, 0)
         rest = moved[start:]
         rest = rest.reshape(groups, parts, -1, *rest.shape[1:]).swapaxes(0, 1).reshape(rest.shape)
         return torch.cat([moved[:start], rest]).movedim(0, axis)
 
-    return Layout(lambda tensor: layout(tensor, outer, inner), lambda tensor: layout(tensor, inner, outer))
+    return Layout(write=lambda tensor: swapped(tensor, outer, inner), read=lambda tensor: swapped(tensor, inner, outer))
 
 
 def _bloom_layouts(config: Any) -> Mapping[str, Layout]:
-    """Return the layouts of queries, keys and values: transformers has those of each head together."""
-    return both("attn_qkv", _swapped(config.num_attention_heads, 3))
+    """Return the layouts of queries, keys and values, which transformers has grouped by their heads."""
+    return weight_and_bias("attn_qkv", _swapped(config.num_attention_heads, 3))
 
 
 def _gpt2_layouts(config: Any) -> Mapping[str, Layout]:
@@ -63,23 +63,23 @@ def _nemotron_layouts(config: Any) -> Mapping[str, Layout]:
     return {f"{name}_norm.weight": PLUS_ONE for name in ("attn", "ffn", "output")}
 
 
-def _mamba(keys: Keys) -> Mapping[str, Any]:
+def _mamba_settings(keys: Keys) -> Mapping[str, Any]:
     """Return the width of a Mamba as a multiple of its hidden size."""
     return {"expand": keys.require("ssm.inner_size") // keys.require("embedding_length")}
 
 
-def _lfm2(keys: Keys) -> Mapping[str, Any]:
-    """Return the types of the layers of an LFM2: those without heads of keys are convolutions."""
-    each = keys.take("attention.head_count_kv")
-    if not isinstance(each, list) or len(each) != keys.require("block_count") or len({0, *each}) != 2:
+def _lfm2_settings(keys: Keys) -> Mapping[str, Any]:
+    """Return the types of the layers of an LFM2, and its heads of keys: a layer without such heads is a convolution."""
+    heads = keys.take("attention.head_count_kv")  # of each layer: 0, or the same number
+    if not isinstance(heads, list) or len(heads) != keys.require("block_count") or len({0, *heads}) != 2:
         raise keys.rejected("attention.head_count_kv")
     return {
-        "num_key_value_heads": max(each),
-        "layer_types": ["full_attention" if number else "conv" for number in each],
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if number else "conv" for number in heads],
     }
 
 
-def _qwen35(keys: Keys) -> Mapping[str, Any]:
+def _qwen35_settings(keys: Keys) -> Mapping[str, Any]:
     """Return the settings of the linear attention of a Qwen3.5, and of its rotary embeddings in several dimensions."""
     num_layers = keys.require("block_count") - keys.take("nextn_predict_layers", 0)
     value_heads, key_heads = keys.require("ssm.time_step_rank"), keys.require("ssm.group_count")
@@ -114,7 +114,7 @@ def _qwen35_layouts(config: Any) -> Mapping[str, Layout]:
     """Return the layouts of a Qwen3.5: norms with an offset, and value heads, which transformers alone groups by their key heads."""
     groups = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
     of_values = _swapped(*groups)
-    # Of tensors that have the queries and keys before the values.
+    # For tensors that have the queries and keys before the values.
     of_last_values = _swapped(*groups, start=2 * config.linear_num_key_heads * config.linear_key_head_dim)
     names = ("attn", "attn_k", "attn_q", "output", "post_attention")
     return {
@@ -122,16 +122,16 @@ def _qwen35_layouts(config: Any) -> Mapping[str, Layout]:
         **{f"{name}_norm.weight": PLUS_ONE for name in names},
         "attn_gate.weight": of_values,
         "attn_qkv.weight": of_last_values,
-        "ssm_a": _chain(_NEGATIVE, of_values),
+        "ssm_a": _chain(_NEGATIVE_EXP, of_values),
         "ssm_alpha.weight": of_values,
         "ssm_beta.weight": of_values,
-        "ssm_conv1d.weight": _chain(_UNSQUEEZED, of_last_values),
+        "ssm_conv1d.weight": _chain(_SQUEEZED, of_last_values),
         "ssm_dt.bias": of_values,
         "ssm_out.weight": _swapped(*groups, axis=1),
     }
 
 
-# llama.cpp takes the number of all norms for those of queries and keys in linear attention, too, which have this in transformers.
+# llama.cpp uses the epsilon of all norms for the norms of queries and keys in linear attention, too; transformers always has 1e-6 there.
 _QWEN35_NORMS = {"attention.layer_norm_rms_epsilon": 1e-6}
 
 OTHER_ARCHITECTURES = {
@@ -161,8 +161,8 @@ OTHER_ARCHITECTURES = {
         numbers={"conv_L_cache": "shortconv.l_cache", "norm_eps": "attention.layer_norm_rms_epsilon"},
         assumed=lambda config: {"block_auto_adjust_ff_dim": False},
         of_tensors={"conv_bias": "blk.0.shortconv.in_proj.bias"},
-        layouts=lambda config: {"shortconv.conv.weight": _UNSQUEEZED},
-        read=_lfm2,
+        layouts=lambda config: {"shortconv.conv.weight": _SQUEEZED},
+        read=_lfm2_settings,
     ),
     "mamba": Architecture(
         "mamba",
@@ -173,8 +173,8 @@ OTHER_ARCHITECTURES = {
             "state_size": "ssm.state_size",
             "time_step_rank": "ssm.time_step_rank",
         },
-        layouts=lambda config: {"ssm_a": _NEGATIVE, "ssm_conv1d.weight": _UNSQUEEZED},
-        read=_mamba,
+        layouts=lambda config: {"ssm_a": _NEGATIVE_EXP, "ssm_conv1d.weight": _SQUEEZED},
+        read=_mamba_settings,
         has_rotary=False,
     ),
     "nemotron": Architecture(
@@ -190,11 +190,11 @@ OTHER_ARCHITECTURES = {
         absent=_NO_FULL_WIDTH,
         layouts=_qwen35_layouts,
         switches=_QWEN35_NORMS,
-        read=_qwen35,
+        read=_qwen35_settings,
         partial_rotary=True,
     ),
     "qwen3_5_text": Architecture(
-        "qwen35", layouts=_qwen35_layouts, switches=_QWEN35_NORMS, read=_qwen35, partial_rotary=True
+        "qwen35", layouts=_qwen35_layouts, switches=_QWEN35_NORMS, read=_qwen35_settings, partial_rotary=True
     ),
     "stablelm": Architecture(
         "stablelm",

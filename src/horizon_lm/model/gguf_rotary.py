@@ -29,7 +29,7 @@ def parameters_of(config: Any) -> Mapping[str, Any]:
 
 
 def scaling_metadata(config: Any) -> dict[str, Any]:
-    """Return the metadata of a model's scaling, by names without that of the architecture."""
+    """Return the metadata of a model's scaling, by names without the architecture's name before them."""
     parameters = parameters_of(config)
     kind, factor, original = (
         parameters.get(key) for key in ("rope_type", "factor", "original_max_position_embeddings")
@@ -100,9 +100,9 @@ def read_rotary(
         keys: the metadata of the file's architecture.
         header: the file.
         head_dim: elements of a head.
-        max_position_embeddings: the context for which the file says the model is.
-        factors: the tensors of factors that llama.cpp reads for this architecture.
+        max_position_embeddings: the length of context that the file names for the model.
         partial: transformers can rotate a part of each head in models of this type.
+        factors: the tensors of factors that llama.cpp reads for this architecture.
 
     Raises:
         ConfigError: transformers has no parameters with this effect.
@@ -114,20 +114,20 @@ def read_rotary(
     if partial:
         found["partial_rotary_factor"] = dim / head_dim
     kind = keys.take("rope.scaling.type", "linear")
-    factor = keys.take("rope.scaling.factor", keys.take("rope.scale_linear")) or 1.0
-    factor = 1.0 if kind == "none" else factor
+    stated = keys.take("rope.scaling.factor", keys.take("rope.scale_linear")) or 1.0
+    factor = 1.0 if kind == "none" else stated
     original = keys.take("rope.scaling.original_context_length", max_position_embeddings)
     attention_factor = keys.take("rope.scaling.attn_factor", 1.0)
     _require_yarn(keys, kind, factor)
-    if present := FACTORS & header.tensors.keys():
+    if present := FACTORS & header.tensors.keys():  # a factor of each frequency, in place of a scaling of all
         if other := present - factors:
             name = min(other)
             raise rejected(header.path, f"tensor {name}", header.floats(name))
         if factor != 1.0:
             raise keys.rejected("rope.scaling.factor")
         if FREQUENCIES not in header.tensors:
-            return found | _longrope(header, original, attention_factor)
-        found |= _llama3(header, found["rope_theta"], dim)
+            return found | _read_longrope(header, original, attention_factor)
+        found |= _read_llama3(header, found["rope_theta"], dim)
     elif kind == "yarn":
         found |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         if attention_factor != 1.0:
@@ -142,7 +142,7 @@ def read_rotary(
 
 
 def _require_yarn(keys: Keys, kind: str, factor: float) -> None:
-    """Raise ConfigError if a file has another setting of yarn than the one that llama.cpp computes with in any case."""
+    """Raise ConfigError if a setting of yarn differs from the one that llama.cpp computes with, whatever a file says."""
     expected = {**_YARN, "yarn_attn_factor": _yarn_scale(factor)}
     for name, value in expected.items():
         found = keys.take(f"rope.scaling.{name}", value)
@@ -155,7 +155,7 @@ def _yarn_scale(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def _longrope(header: GgufHeader, original: int, attention_factor: float) -> dict[str, Any]:
+def _read_longrope(header: GgufHeader, original: int, attention_factor: float) -> dict[str, Any]:
     """Return the scaling of a Phi-3 for long contexts; ``original`` is the context of its pre-training."""
     if missing := {_LONG, _SHORT} - header.tensors.keys():
         raise ConfigError(f"gguf_file: {header.path} has no tensor {missing.pop()}; make the file again")
@@ -168,8 +168,8 @@ def _longrope(header: GgufHeader, original: int, attention_factor: float) -> dic
     }
 
 
-def _llama3(header: GgufHeader, theta: float, dim: int) -> dict[str, Any]:
-    """Return the scaling whose factors are those of the tensor ``rope_freqs.weight``."""
+def _read_llama3(header: GgufHeader, theta: float, dim: int) -> dict[str, Any]:
+    """Return the scaling from which the factors in the tensor ``rope_freqs.weight`` follow."""
     factors = header.floats(FREQUENCIES)
     found = scaling_of(factors, [theta ** (-index / dim) for index in range(0, dim, 2)])
     if found is None:

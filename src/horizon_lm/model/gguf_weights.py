@@ -33,9 +33,9 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
     _require_all_used(header, architecture, sources)
     layouts = architecture.layouts(config)
     for name, tensor in _tensors(model):
-        values = _joined([_read(header, source, layouts) for source in sources[name]])
+        values = _joined([_read_tensor(header, source, layouts) for source in sources[name]])
         if values.shape != tensor.shape:
-            raise _other_shape(header, sources[name][0], tuple(values.shape), str(tuple(tensor.shape)))
+            raise _other_shape(header, sources[name][0], shape=tuple(values.shape), expected=str(tuple(tensor.shape)))
         values = values.to(tensor.dtype)
         require_finite(name, values, header.path)
         path, _, attribute = name.rpartition(".")
@@ -45,12 +45,12 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
         else:
             module._buffers[attribute] = values
     model.tie_weights()
-    _end_answers(model, header)
+    _set_end_tokens(model, header)
     return model
 
 
-def _end_answers(model: Any, header: GgufHeader) -> None:
-    """Let an answer end at each token that the file names as an end: of a text, of a turn and of a message."""
+def _set_end_tokens(model: Any, header: GgufHeader) -> None:
+    """Set the end tokens of a model's generation config, if the file names several: of a text, of a turn and of a message."""
     ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     found = [number for number in dict.fromkeys(ends) if number is not None]
     if len(found) > 1:
@@ -58,7 +58,7 @@ def _end_answers(model: Any, header: GgufHeader) -> None:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of a model, and the buffers that are saved with it, by their names; a tied one once."""
+    """Yield the parameters of a model, and the buffers that are saved with it, by name; a tied one once, by its first name."""
     parameters = dict(model.named_parameters())
     yield from parameters.items()
     every = dict(model.named_parameters(remove_duplicate=False))
@@ -78,8 +78,8 @@ def _sources(model: Any, header: GgufHeader, architecture: Architecture) -> dict
     def in_file(name: str) -> str:
         """Return the name in the file of a tensor, or of a part of one."""
         named = name.replace(".dt_bias", ".dt_proj.bias")  # as llama.cpp's converter does
-        known = (names.get_name(each, try_suffixes=(".weight", ".bias")) for each in (named, named.partition(".")[2]))
-        found = next(filter(None, known), name)
+        mapped = (names.get_name(each, try_suffixes=(".weight", ".bias")) for each in (named, named.partition(".")[2]))
+        found = next(filter(None, mapped), name)
         return f"{found}.weight" if ".experts." in name else found
 
     sources: dict[str, list[str]] = {}
@@ -116,13 +116,13 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
-def _read(header: GgufHeader, name: str, layouts: Mapping[str, Layout]) -> torch.Tensor:
+def _read_tensor(header: GgufHeader, name: str, layouts: Mapping[str, Layout]) -> torch.Tensor:
     """Return the values of a tensor in float32 and in the layout of transformers."""
     values, layout = _dequantized(header, name), layouts.get(in_block(name))
     try:
         return values if layout is None else layout.read(values)
-    except (IndexError, RuntimeError, TypeError) as error:  # of views that it does not have
-        raise _other_shape(header, name, tuple(values.shape), "another") from error
+    except (IndexError, RuntimeError, TypeError) as error:  # it cannot be viewed in the shape of the layout
+        raise _other_shape(header, name, shape=tuple(values.shape), expected="another") from error
 
 
 def _other_shape(header: GgufHeader, name: str, shape: tuple[int, ...], expected: str) -> ConfigError:

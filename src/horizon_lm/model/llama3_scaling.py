@@ -14,31 +14,33 @@ _LIMITS = (1.0, 4.0)  # of Llama 3.1, and of all models after it
 
 
 def scaling_of(factors: Sequence[float], frequencies: Sequence[float]) -> dict[str, Any] | None:
-    """Return the rotary parameters that divide frequencies by these factors; None if there are none.
+    """Return the rotary parameters that divide frequencies by these factors; None if no parameters do.
 
     Args:
         factors: divisors of the frequencies.
         frequencies: the frequencies without scaling, from high to low.
     """
     largest = _rounded(max(factors, default=0.0))
-    if len(factors) != len(frequencies) or not largest >= 1.0:
+    if len(factors) != len(frequencies) or not largest >= 1.0:  # also NaN
         return None
     if min(factors) * (1 + _PRECISION) >= largest:
         return {"rope_type": "linear", "factor": largest} if largest > 1.0 else {}
     usual = [(2**exponent, *_LIMITS) for exponent in range(5, 21)]
-    for original, low, high in (*usual, *_limits(factors, frequencies, largest)):
-        found = {
+    for original, low, high in (*usual, *_candidates(factors, frequencies, largest)):
+        scaling = {
             "factor": largest,
             "low_freq_factor": low,
             "high_freq_factor": high,
             "original_max_position_embeddings": original,
         }
-        if _agree(found, factors, frequencies):
-            return {"rope_type": "llama3", **found}
+        if _gives_factors(scaling, factors, frequencies):
+            return {"rope_type": "llama3", **scaling}
     return None
 
 
-def _limits(factors: Sequence[float], frequencies: Sequence[float], largest: float) -> list[tuple[int, float, float]]:
+def _candidates(
+    factors: Sequence[float], frequencies: Sequence[float], largest: float
+) -> list[tuple[int, float, float]]:
     """Return candidates for the original context, the low and the high limit; first those with round numbers. Empty if there are none.
 
     The share of the frequency without scaling is 0 up to the low limit, 1 from the high limit on, and a straight line, the ramp, between
@@ -51,7 +53,7 @@ def _limits(factors: Sequence[float], frequencies: Sequence[float], largest: flo
     below = max((t for t, share in zip(turns, shares, strict=True) if share <= 1e-4), default=turns[-1] / 2)
     above = min((t for t, share in zip(turns, shares, strict=True) if share >= 1 - 1e-4), default=2 * turns[0])
     if len(ramp) >= 2:
-        (first, start), (last, end) = ramp[-1], ramp[0]
+        (first, start), (last, end) = ramp[-1], ramp[0]  # with the fewest turns, and with the most
         slope = (end - start) / (last - first)
         low, high = first - start / slope, last + (1 - end) / slope
     elif ramp:
@@ -71,13 +73,13 @@ def _limits(factors: Sequence[float], frequencies: Sequence[float], largest: flo
     ]
 
 
-def _agree(found: dict[str, Any], factors: Sequence[float], frequencies: Sequence[float]) -> bool:
+def _gives_factors(scaling: dict[str, Any], factors: Sequence[float], frequencies: Sequence[float]) -> bool:
     """Return whether the divisors of a scaling are the factors, in the precision of float32."""
-    low, high = found["low_freq_factor"], found["high_freq_factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     for factor, frequency in zip(factors, frequencies, strict=True):
-        turns = found["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
         share = min(max((turns - low) / (high - low), 0.0), 1.0)
-        divisor = 1 / ((1 - share) / found["factor"] + share)
+        divisor = 1 / ((1 - share) / scaling["factor"] + share)
         if not math.isclose(divisor, factor, rel_tol=_PRECISION):
             return False
     return True
