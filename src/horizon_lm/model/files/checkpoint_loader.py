@@ -39,12 +39,7 @@ _FLOATING = {DTYPE_NAMES[dtype]: dtype for dtype in TRAINED_DTYPES}
 
 
 def check_folder(model: Any, folder: Path, quantization: Mapping[str, Any] | None) -> list[str]:
-    """Check the weights of a folder against a model without weights, and return warnings.
-
-    Args:
-        model: the model.
-        folder: the folder.
-        quantization: the ``quantization_config`` of the weights; None if they are not quantized.
+    """Check the weights of a folder, with this ``quantization_config`` if they are quantized, against a model; return warnings.
 
     Raises:
         ConfigError: as in `check_headers`, or a file cannot be read.
@@ -74,8 +69,8 @@ def check_headers(
     missing, unset = set(parameters.values()), expected.keys() - parameters.keys()
     for target in conversion.targets:
         if target.name in parameters:
-            _require_weights(target, headers, checkpoint)
-        for name, tensor in _described(model, checkpoint, target, headers).items():
+            _require_trainable(target, headers, checkpoint)
+        for name, tensor in _converted_on_meta(model, checkpoint, target, headers).items():
             if name in expected:
                 _require_shape(name, tensor.shape, expected[name].shape)
             missing.discard(parameters.get(name, name))
@@ -85,11 +80,11 @@ def check_headers(
             f"{checkpoint.folder} lacks {len(required)} of {len(set(parameters.values()))} parameters, for example "
             f"{min(required)}; the folder does not hold a {type(model).__name__}"
         )
-    unused = _unused(model, checkpoint.folder, conversion.unused)
-    return [*unused, *_missing(model, checkpoint.folder, missing, unset)]
+    of_unused = _unused_warnings(model, checkpoint.folder, conversion.unused)
+    return [*of_unused, *_missing_warnings(model, checkpoint.folder, missing, unset)]
 
 
-def _missing(model: Any, folder: Path, parameters: Collection[str], buffers: Iterable[str]) -> Iterator[str]:
+def _missing_warnings(model: Any, folder: Path, parameters: Collection[str], buffers: Iterable[str]) -> Iterator[str]:
     """Yield warnings about optional parameters and about buffers that a checkpoint lacks."""
     if parameters:
         yield (
@@ -112,7 +107,7 @@ def parameter_names(model: Any) -> dict[str, str]:
     return names
 
 
-def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:
+def _require_trainable(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:
     """Reject weights that cannot be trained, or that occur twice in the checkpoint."""
     for name in target.sources:
         if headers[name].dtype not in _FLOATING:
@@ -127,10 +122,10 @@ def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: 
         )
 
 
-def _described(
+def _converted_on_meta(
     model: Any, checkpoint: Checkpoint, target: Target, headers: Mapping[str, Header]
 ) -> dict[str, torch.Tensor]:
-    """Return meta tensors with the names and shapes that the sources of a target have in the model."""
+    """Convert the sources of a target as meta tensors, and return these by their names in the model; raise ConfigError if that fails."""
     described = {
         name: torch.empty(headers[name].shape, dtype=_FLOATING.get(headers[name].dtype), device="meta")
         for name in target.sources
@@ -153,7 +148,7 @@ def _require_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
         )
 
 
-def _unused(model: Any, folder: Path, unused: Mapping[str, str]) -> Iterator[str]:
+def _unused_warnings(model: Any, folder: Path, unused: Mapping[str, str]) -> Iterator[str]:
     """Yield warnings about tensors that the model does not have; reject tensors of missing blocks."""
     buffers = {name for name, _ in model.named_buffers()}
     rest = {name: target for name, target in unused.items() if target not in buffers and name not in buffers}
@@ -212,9 +207,9 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
     written: dict[str, str] = {}  # by parameter, the name of the tensor that it was read from last
     for target in conversion.targets:
-        if isinstance(checkpoint, QuantizedCheckpoint) and (own := parameters.get(target.name)) in store.codecs:
-            _load_packed(model, store, checkpoint, target, own)
-            written[own] = target.name
+        if isinstance(checkpoint, QuantizedCheckpoint) and (full := parameters.get(target.name)) in store.codecs:
+            _load_packed(model, store, checkpoint, target, full)
+            written[full] = target.name
             continue
         rows = _rows_to_read(store, target, parameters)
         first_row = 0 if rows is None else rows.start
@@ -222,13 +217,13 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
             if name in buffers:
                 fill_buffer(store, name, buffers[name], tensor)
             elif name in parameters:
-                own = parameters[name]
-                if own not in written:
-                    store.source_dtypes[own] = torch.float32 if own in store.in_float32 else tensor.dtype
-                    store.write(own, tensor, first_row)
-                elif not store.holds(own, tensor, first_row):
-                    raise _not_tied(checkpoint.folder, written[own], name)
-                written[own] = name
+                full = parameters[name]  # the first name of a tied parameter
+                if full not in written:
+                    store.source_dtypes[full] = torch.float32 if full in store.in_float32 else tensor.dtype
+                    store.write(full, tensor, first_row)
+                elif not store.holds(full, tensor, first_row):
+                    raise _not_tied(checkpoint.folder, written[full], name)
+                written[full] = name
     return [ref for ref in optional if ref.name not in written]
 
 
@@ -264,6 +259,6 @@ def _load_packed(model: Any, store: Store, checkpoint: QuantizedCheckpoint, targ
 
 def _rows_to_read(store: Store, target: Target, parameters: Mapping[str, str]) -> slice | None:
     """Return the rows of a target that this rank reads (`Store.rows_to_read`); None if it reads all of the tensor."""
-    own = parameters.get(target.name)  # None for a buffer
+    parameter = parameters.get(target.name)  # None for a buffer
     can_be_read_in_rows = target.converter is None or target.is_stack
-    return store.rows_to_read(own) if own is not None and can_be_read_in_rows else None
+    return store.rows_to_read(parameter) if parameter is not None and can_be_read_in_rows else None

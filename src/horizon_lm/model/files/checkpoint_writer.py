@@ -129,8 +129,8 @@ class _Exporter:
         self._in_float32: frozenset[str] = frozenset()
         if dtype is not None:
             self._in_float32 = frozenset(kept_in_float32(parts.model, store.unit_of, dtype) | parts.in_float32)
-        first = parameter_names(parts.model)  # names of parameters, by all of their names: tied ones have several
-        given = {first.get(name, name): value for name, value in values.items()}
+        first_names = parameter_names(parts.model)  # by all names of a parameter: tied ones have several
+        given = {first_names.get(name, name): value for name, value in values.items()}
         self._given = {  # values of the caller that are not the store's own, and that can be written
             name: value
             for name, value in given.items()
@@ -165,7 +165,7 @@ class _Exporter:
             return {name: each.clone() for name, each in tensors.items()}
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which a weight is written: the requested dtype, or that of the caller's value or of the file it came from."""
+        """Return the dtype in which a weight is written: as requested, or else as in the caller's value, or in the file."""
         if name in self._in_float32:
             return torch.float32
         given = self._given.get(name)
@@ -178,7 +178,7 @@ class _Exporter:
         return torch.empty(self._store.shape(name), dtype=self._dtype_of(name), device="meta")
 
     def _value(self, name: str) -> torch.Tensor:
-        """Return a tensor to be written: the caller's value, or that of the store with all bits of its master."""
+        """Return a tensor to be written: the caller's value or else the store's, which has all bits of its master."""
         if name in self._buffers:
             return self._buffers[name].to("cpu")
         if name in self._given:
@@ -204,7 +204,7 @@ Shard = dict[int, dict[str, torch.Tensor]]  # by the index of a unit, its meta t
 
 
 def _split(units: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
-    """Assign the units' meta tensors to files. Return those of each file by its name. A tensor above the limit gets a separate file."""
+    """Assign the units' meta tensors to files. Return the files by name. A tensor above the limit gets a separate file."""
     shards: list[Shard] = [{}]
     used = 0  # bytes of the last file
     for unit, tensors in enumerate(units):
@@ -253,7 +253,7 @@ def _header(shard: Shard) -> bytes:
             }  # fmt: skip
             position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
@@ -268,7 +268,7 @@ def _write_file(disk: Disk, path: Path, shard: Shard, source: Tensors) -> None:
 
 
 def _write_index(disk: Disk, folder: Path, files: dict[str, Shard], num_params: int, variant: str | None) -> None:
-    """Write which file has which tensor. One file alone needs no index, and an older one is removed."""
+    """Write which file has which tensor. A single file needs no index, so an index of an earlier save is removed."""
     index = folder / ("model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json")
     if len(files) == 1:
         disk.remove(index)

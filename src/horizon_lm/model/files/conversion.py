@@ -44,10 +44,10 @@ class Target:
         """Convert tensors of the checkpoint to tensors of the model, by name. Meta tensors give meta tensors."""
         if self.converter is None:
             return {self.name: next(iter(tensors.values()))}
-        own = copy.deepcopy(self.converter)  # as in transformers, because it accumulates tensors
+        converter = copy.deepcopy(self.converter)  # as in transformers, because it accumulates tensors
         for name, tensor in tensors.items():
-            own.add_tensor(self.name, name, self.sources[name], tensor)  # type: ignore[arg-type]
-        result = own.convert(self.name, model=model, config=model.config)
+            converter.add_tensor(self.name, name, self.sources[name], tensor)  # type: ignore[arg-type]
+        result = converter.convert(self.name, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in result.items()}
 
     @property
@@ -65,7 +65,7 @@ class Target:
         by_pattern = defaultdict(list)
         for source, pattern in self.sources.items():
             by_pattern[pattern].append(source)
-        sources = {source: pattern for pattern, found in by_pattern.items() for source in found[rows]}
+        sources = {source: pattern for pattern, names in by_pattern.items() for source in names[rows]}
         return Target(self.name, sources, self.converter)
 
 
@@ -100,9 +100,9 @@ def find_conversion(model: Any, names: Iterable[str]) -> Conversion:
         else:
             unused[name] = target
     targets = []
-    for target, found in sources.items():
-        pattern = next(iter(found.values()))  # all sources of a target have the same converter, unless it is ambiguous
-        targets.append(Target(target, found, None if pattern is None else converter_of[pattern]))
+    for name, patterns in sources.items():
+        first = next(iter(patterns.values()))  # all sources of a target have the same converter, unless it is ambiguous
+        targets.append(Target(name, patterns, None if first is None else converter_of[first]))
     return Conversion(targets, unused)
 
 

@@ -37,12 +37,12 @@ class DecodedCheckpoint(QuantizedCheckpoint):
 
     def read(self, names: list[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
         """Return tensors, or some of their rows. A quantized one is decoded as a whole first."""
-        found = super().read([name for name in names if name not in self.quantized], rows)
+        tensors = super().read([name for name in names if name not in self.quantized], rows)
         for name in names:
             if name in self.quantized:
                 decoded = self._decode(name)
-                found[name] = decoded if rows is None else decoded[rows]
-        return found
+                tensors[name] = decoded if rows is None else decoded[rows]
+        return tensors
 
     def _decode(self, name: str) -> torch.Tensor:
         """Read and decode one quantized tensor."""

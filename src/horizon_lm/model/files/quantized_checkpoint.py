@@ -72,7 +72,7 @@ class QuantizedCheckpoint(Checkpoint):
             codec = next(iter(weights.values())).codec
             if target.converter is None:
                 found[target.name] = codec
-            elif self._are_joined(target, weights):
+            elif self._can_be_joined(target, weights):
                 found[target.name] = Stack(codec)
             else:
                 raise ConfigError(
@@ -81,11 +81,12 @@ class QuantizedCheckpoint(Checkpoint):
                 )
         return found
 
-    def _are_joined(self, target: Target, weights: Mapping[str, QuantizedWeight]) -> bool:
+    def _can_be_joined(self, target: Target, weights: Mapping[str, QuantizedWeight]) -> bool:
         """Return whether the components of a target's weights can be joined to those of a stack of matrices."""
         formats = {each.codec for each in weights.values()}
         if not target.is_stack or len(formats) > 1 or len(weights) < len(target.sources):
             return False
+        # By pattern, such as that of gates: its weights have the same height for all experts.
         heights = {pattern: weights[name].shape[0] for name, pattern in target.sources.items()}
         return formats.pop().joins([*heights.values()])
 
@@ -102,12 +103,12 @@ class QuantizedCheckpoint(Checkpoint):
         self._require_shapes(target)
         for component in self.quantized[first].sources:
             sources = {name: self.quantized[name].sources[component] for name in target.sources}
-            read = super().read(list(sources.values()))
-            for source in read:
+            tensors = super().read(list(sources.values()))  # as they are stored; a subclass decodes in `read`
+            for source in tensors:
                 if _are_codes(self.quantized[first].codec, component):
-                    read[source] = read[source].contiguous().view(torch.uint8)
-                self._require_valid(source, component, read[source], self.quantized[first].codec)
-            by_weight = {name: read[source] for name, source in sources.items()}
+                    tensors[source] = tensors[source].contiguous().view(torch.uint8)
+                self._require_valid(source, component, tensors[source], self.quantized[first].codec)
+            by_weight = {name: tensors[source] for name, source in sources.items()}
             (components[component],) = target.convert(model, by_weight).values()
         if (offset := self.quantized[first].offset) is not None:
             components["nested_offset"] = torch.tensor([offset])
@@ -134,7 +135,7 @@ class QuantizedCheckpoint(Checkpoint):
                 )
             header = headers[source]
             fits = header.numel == expected.shape.numel() and header.dtype == DTYPE_NAMES[expected.dtype]
-            if _are_codes(weight.codec, component) and header.dtype in DTYPES:
+            if _are_codes(weight.codec, component) and header.dtype in DTYPES:  # in any dtype: their bytes are compared
                 fits = header.numel * DTYPES[header.dtype].itemsize == expected.num_bytes
             if not fits:
                 raise ConfigError(
@@ -143,13 +144,13 @@ class QuantizedCheckpoint(Checkpoint):
                 )
 
     def _require_shapes(self, target: Target) -> None:
-        """Raise ConfigError if a folder states another shape for a weight than its components imply."""
-        given = {name: source for name in target.sources if (source := self.quantized[name].shape_source) is not None}
-        read = super().read([*given.values()])
-        for name, source in given.items():
-            if read[source].tolist() != (shape := [*self.quantized[name].shape]):
+        """Raise ConfigError if a folder has a tensor with the shape of a weight, and its components imply another shape."""
+        shapes = {name: source for name in target.sources if (source := self.quantized[name].shape_source) is not None}
+        stated = super().read([*shapes.values()])  # as they are stored; a subclass decodes in `read`
+        for name, source in shapes.items():
+            if stated[source].tolist() != (shape := [*self.quantized[name].shape]):
                 raise ConfigError(
-                    f"{super().file_of(source)}: {source} is {read[source].tolist()}, but the components of {name} have the shape "
+                    f"{super().file_of(source)}: {source} is {stated[source].tolist()}, but the components of {name} have the shape "
                     f"{shape}; download it again"
                 )
 
@@ -187,8 +188,8 @@ def codecs_of(checkpoint: QuantizedCheckpoint, parts: ModelParts) -> dict[str, C
     conversion = find_conversion(parts.model, checkpoint.names)
     require_untransposed(checkpoint, conversion, parts)
     found = checkpoint.codecs(conversion)
-    own = {ref.name for u in range(parts.num_blocks) for ref in parts.units[block(u)]}
-    if other := [name for name in found if name not in own]:
+    inside = {ref.name for u in range(parts.num_blocks) for ref in parts.units[block(u)]}
+    if other := [name for name in found if name not in inside]:
         raise ConfigError(
             f"{checkpoint.folder}: {other[0]} is quantized, but only the weights of blocks are decoded on the device; set dequantize: true, "
             "which decodes all while they are read"
@@ -198,10 +199,10 @@ def codecs_of(checkpoint: QuantizedCheckpoint, parts: ModelParts) -> dict[str, C
 
 def require_untransposed(checkpoint: QuantizedCheckpoint, conversion: Conversion, parts: ModelParts) -> None:
     """Raise ConfigError if bitsandbytes has quantized the transpose of a weight: of Conv1D, whose square weights have the same shape."""
-    kinds = {ref.name: type(ref.places[0][0]).__name__ for ref in parts.refs()}
+    classes = {ref.name: type(ref.places[0][0]).__name__ for ref in parts.refs()}
     for target in conversion.targets:
-        found = (checkpoint.quantized[name] for name in target.sources if name in checkpoint.quantized)
-        if kinds.get(target.name) == "Conv1D" and any(isinstance(each.codec, Bnb4Bit) for each in found):
+        weights = (checkpoint.quantized[name] for name in target.sources if name in checkpoint.quantized)
+        if classes.get(target.name) == "Conv1D" and any(isinstance(each.codec, Bnb4Bit) for each in weights):
             raise ConfigError(
                 f"{checkpoint.folder}: {target.name} was quantized as the transpose of the model's weight; use a bf16 copy of the model"
             )

@@ -39,7 +39,7 @@ class QuantizedWeight:
         codec: its format.
         sources: the tensors of its components in the folder, by the names of the codec.
         dtype: the dtype of the weight that was quantized.
-        offset: the mean of its scales, which double quantization keeps outside of its tensors.
+        offset: the mean of its scales, which double quantization keeps in its state; None without double quantization.
         shape_source: a tensor of the folder that has its shape, too; None if there is none.
     """
 
@@ -90,7 +90,7 @@ def _read_state(
         checkpoint: the tensors of the folder.
         weight: the name of the weight.
         name: the tensor with its state, the bytes of a JSON object.
-        kind: the end of that name, which is the format.
+        kind: the end of that tensor's name, which is the format.
         headers: the headers of all tensors.
     """
     try:
@@ -143,8 +143,8 @@ def _find_fp8(checkpoint: Checkpoint, codec: Fp8, headers: Mapping[str, Header])
 def _find_int4(checkpoint: Checkpoint, codec: Int4, headers: Mapping[str, Header]) -> dict[str, QuantizedWeight]:
     """Return the matrices in INT4: each has a tensor of words, one of scales, and one with its shape.
 
-    Their shapes are those that the words imply: a large model has 70,000 tensors with a shape, which are read with their
-    weights.
+    Shapes follow from the words here: a large model has 70,000 tensors with a shape, which are compared when their weights
+    are read.
     """
     found = {}
     for name, header in headers.items():

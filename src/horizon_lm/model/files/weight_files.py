@@ -48,14 +48,14 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of: dict[str, str]
-        # One file before an index, which is left of an earlier save then, as in transformers.
+        # A single file first, as in transformers: an index beside it is left of an earlier save.
         if (folder / WEIGHTS).is_file():
             self._file_of = dict.fromkeys(read_headers(folder / WEIGHTS), WEIGHTS)
         elif (folder / _INDEX).is_file():
             self._file_of = _read_index(folder / _INDEX)
         else:
             require_model_folder(folder)
-            pickle = next((path.name for kind in _PICKLES for path in sorted(folder.glob(kind))), None)
+            pickle = next((path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
             found = f", but {pickle}, which may run code when it is read" if pickle else ""
             remedy = "convert the weights to safetensors first" if pickle else "download the weights"
             raise ConfigError(f"{folder} has neither {WEIGHTS} nor {_INDEX}{found}; {remedy}")
@@ -145,7 +145,7 @@ def read_headers(path: Path) -> dict[str, Header]:
             entries = json.loads(stream.read(length), object_pairs_hook=_without_duplicates)
         entries.pop("__metadata__", None)
         headers = {name: Header(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
-        expected = 8 + length + _require_layout({name: each["data_offsets"] for name, each in entries.items()}, headers)
+        expected = 8 + length + _checked_end({name: each["data_offsets"] for name, each in entries.items()}, headers)
         if num_bytes != expected:
             raise ValueError(f"it has {num_bytes:,} bytes instead of {expected:,}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
@@ -168,7 +168,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; raise ValueError if it has a name twice, of which readers would take different ones."""
+    """Return an object of JSON; raise ValueError if a name is there twice, of which readers take the first or the last."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -177,19 +177,19 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _require_layout(offsets: Mapping[str, Any], headers: Mapping[str, Header]) -> int:
-    """Return the end of the last tensor, in bytes behind the header; raise ValueError for overlaps, gaps and wrong numbers of bytes."""
-    end, before = 0, "the header"
+def _checked_end(offsets: Mapping[str, Any], headers: Mapping[str, Header]) -> int:
+    """Return the end of the last tensor, in bytes behind the header; raise ValueError for overlaps, gaps and wrong sizes of tensors."""
+    end, previous = 0, "the header"
     for name, (start, stop) in sorted(offsets.items(), key=lambda each: tuple(each[1])):
         header = headers[name]
         if header.dtype not in _BITS or any(type(size) is not int or size < 0 for size in header.shape):
             raise ValueError(f"{name} has the unknown dtype {header.dtype!r} or the shape {tuple(header.shape)}")
         num_bytes = -(-header.numel * _BITS[header.dtype] // 8)
         if start != end:
-            raise ValueError(f"{name} {'overlaps' if start < end else 'does not follow'} {before}")
+            raise ValueError(f"{name} {'overlaps' if start < end else 'does not follow'} {previous}")
         if stop - start != num_bytes:
             raise ValueError(
                 f"{name} has {stop - start:,} bytes, but its shape {tuple(header.shape)} needs {num_bytes:,}"
             )
-        end, before = stop, name
+        end, previous = stop, name
     return end
