@@ -178,11 +178,11 @@ def float32_sums() -> Iterator[list[bool]]:
         product = alpha * (left.float() @ right.float())
         return out.copy_(product + beta * total if beta else product)  # torch ignores NaN in a sum of weight 0
 
-    chunk_linear._adds.cache_clear()
+    chunk_linear._can_add.cache_clear()
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("addmm.dtype_out", addmm, "CPU")
         yield in_place
-    chunk_linear._adds.cache_clear()
+    chunk_linear._can_add.cache_clear()
 
 
 def head_grad(unrounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,5 +214,5 @@ def test_products_are_rounded_without_compiled_code(float32_sums: list[bool]) ->
 
 
 def test_products_are_rounded_where_the_device_cannot_add_them() -> None:
-    chunk_linear._adds.cache_clear()
+    chunk_linear._can_add.cache_clear()
     assert torch.equal(head_grad(unrounded=True)[0], head_grad(unrounded=False)[0])

@@ -18,7 +18,7 @@ _SWITCHES = ("active_adapter", "_active_adapter", "_disable_adapters", "_adapter
 class State(NamedTuple):
     """The positions of all switches, and which parameters of adapters are trained, in the order of the model's modules."""
 
-    values: tuple[Any, ...]
+    positions: tuple[Any, ...]
     trained: tuple[bool, ...]
 
 
@@ -38,12 +38,12 @@ class ActiveAdapters:
         """Return the present state, to compare and to restore it."""
         with torch._C.DisableTorchFunctionSubclass():
             trained = tuple(param.requires_grad for param in self._params)
-        return State(tuple(_fixed(module.__dict__[name]) for module, name in self._switches), trained)
+        return State(tuple(_immutable(module.__dict__[name]) for module, name in self._switches), trained)
 
     def restore(self, state: State) -> None:
         """Set all switches as they were in a state that `read` has returned."""
-        for (module, name), value in zip(self._switches, state.values, strict=True):
-            module.__dict__[name] = list(value) if isinstance(value, tuple) else value
+        for (module, name), position in zip(self._switches, state.positions, strict=True):
+            module.__dict__[name] = list(position) if isinstance(position, tuple) else position
         with torch._C.DisableTorchFunctionSubclass():
             for param, requires_grad in zip(self._params, state.trained, strict=True):
                 param.requires_grad_(requires_grad)
@@ -77,7 +77,7 @@ class StatePerMember:
         self._running: int | None = None
 
     def go_on_with(self, number: int) -> None:
-        """Keep the switches of the function that ran until now, and set them as this one has left them, before it goes on."""
+        """Keep the switches of the function that ran until now, and set those that this one had when it was interrupted."""
         now = self._adapters.read()
         if self._running is not None:
             self._states[self._running] = now
@@ -90,6 +90,6 @@ class StatePerMember:
         self._adapters.restore(self._initial)
 
 
-def _fixed(value: Any) -> Any:
-    """Return a switch's value so that it stays as it is: PEFT changes its lists in place."""
+def _immutable(value: Any) -> Any:
+    """Return the position of a switch as a value that PEFT cannot change: it changes its lists in place."""
     return tuple(value) if isinstance(value, list) else value

@@ -22,7 +22,7 @@ _SMALL_RANK = 128  # allowed in any case: PEFT lowers the rank in a narrower lay
 _MAX_HEADER_BYTES = 2**24  # of the weights; published adapters have up to 2**20
 _MAX_ITERATIONS = 1_000  # of an initialization by singular values
 _NO_NAMES = ("base_model_name_or_path", "revision", "auto_mapping", "peft_version")  # settings that name no modules
-_WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")  # PEFT compares these with whole names
+_MATCHED_WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")  # PEFT compares these with whole names
 
 
 def require_adapter_config(folder: Path) -> None:
@@ -88,7 +88,7 @@ def require_quick_names(content: Mapping[str, Any], names: list[str], place: obj
         names: names of all modules of the model.
         place: the file or the settings that the config is from.
     """
-    given: set[tuple[str, str]] = set()
+    given: set[tuple[str, str]] = set()  # each text, with the outermost key that it is under
     for key, value in content.items():
         if key not in _NO_NAMES:
             given |= {(key, text) for _, text in _leaves(value, key) if isinstance(text, str)}
@@ -104,7 +104,7 @@ def require_quick_names(content: Mapping[str, Any], names: list[str], place: obj
 
 def _as_expressions(key: str, text: str) -> tuple[str, ...]:
     """Return all regular expressions that PEFT may make of the text of a setting of its config."""
-    if key in _WHOLE:
+    if key in _MATCHED_WHOLE:
         return (text,)
     return (
         rf"(.*\.)?({text})$",

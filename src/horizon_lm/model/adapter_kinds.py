@@ -9,10 +9,10 @@ import torch
 
 from horizon_lm.errors import ModelNotSupportedError
 
-_CACHE = "its prefixes are keys and values of a cache, which blocks would keep without their gradients"
+_IN_CACHE = "its prefixes are keys and values of a cache, which blocks would keep without their gradients"
 _REASONS = {
-    "PREFIX_TUNING": _CACHE,
-    "CARTRIDGE": _CACHE,
+    "PREFIX_TUNING": _IN_CACHE,
+    "CARTRIDGE": _IN_CACHE,
     "ADAPTION_PROMPT": "it calls attention layers on its own, outside of their blocks",
     "CPT": "its loss needs the gradients of a hook on a parameter",
     "MULTITASK_PROMPT_TUNING": "it was not compared with plain PEFT",
@@ -21,7 +21,7 @@ _REASONS = {
     "SHADOW": "it was not compared with plain PEFT",
     "XLORA": "it runs the model twice for each batch",
 }
-# Methods, and options of LoRA, of which PEFT's layers for the 4 bits of bitsandbytes decode weights themselves, or which they ignore.
+# Methods, and options of LoRA, of which PEFT's layers for the 4 bits of bitsandbytes decode weights themselves, or which these ignore.
 _NOT_ON_4_BITS = ("HIRA", "SHIRA", "use_bdlora", "monteclora_config", "kasa_config", "init_lora_weights='mica'")
 
 
@@ -39,11 +39,11 @@ def require_adapters_that_stream(model: Any) -> None:
 def require_kind_that_streams(config: Any, model: Any) -> None:
     """Raise ModelNotSupportedError if adapters with this config of PEFT are not streamed in a model."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    chosen = {kind, f"init_lora_weights={getattr(config, 'init_lora_weights', None)!r}"}
-    chosen |= {name for name in _NOT_ON_4_BITS if getattr(config, name, None)}
-    if getattr(model, "is_loaded_in_4bit", False) and (lost := chosen.intersection(_NOT_ON_4_BITS)):
+    used = {kind, f"init_lora_weights={getattr(config, 'init_lora_weights', None)!r}"}  # as in `_NOT_ON_4_BITS`
+    used |= {name for name in _NOT_ON_4_BITS if getattr(config, name, None)}
+    if getattr(model, "is_loaded_in_4bit", False) and (unfit := used.intersection(_NOT_ON_4_BITS)):
         raise ModelNotSupportedError(
-            f"PEFT's {min(lost)} is not supported on weights in the 4 bits of bitsandbytes; use LoRA without it, or leave load_in_4bit out"
+            f"PEFT's {min(unfit)} is not supported on weights in the 4 bits of bitsandbytes; use LoRA without it, or leave load_in_4bit out"
         )
     if kind in _REASONS:
         raise ModelNotSupportedError(f"PEFT's {kind} is not streamed: {_REASONS[kind]}; use LoRA, or prompt tuning")

@@ -25,19 +25,19 @@ def adapter_params(model: Any) -> set[int]:
     A layer with adapters has the names of its attributes that belong to them in ``adapter_layer_names``, and of others, few
     of which are parameters, in ``other_param_names``.
     """
-    parts = (
+    attributes = (
         getattr(layer, name, None)
         for layer in model.modules()
         if is_adapter_layer(layer)
         for name in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ()))
     )
-    modules = (part for part in parts if isinstance(part, nn.Module))
+    modules = (each for each in attributes if isinstance(each, nn.Module))
     return {id(param) for module in modules for param in module.parameters()}
 
 
 def replaced_params(model: Any) -> set[int]:
-    """Return the identities of the base's parameters of which PEFT trains copies, with `modules_to_save` and in norms. They
-    are gone when PEFT unloads the adapters, because the copies take their place.
+    """Return the identities of the base's parameters of which PEFT trains copies, with `modules_to_save` and in norms. The
+    copies take the place of these parameters when PEFT unloads the adapters.
     """
     pairs = (("modules_to_save", "original_module"), ("ln_tuning_layers", "base_layer"))
     replaced = []

@@ -70,14 +70,15 @@ class Adapters:
         )  # fmt: skip
 
     @property
-    def copies_weights(self) -> str:
-        """Name of the setting by which new adapters begin with values of the base; empty if there is none."""
+    def setting_that_copies(self) -> str:
+        """The name of the setting by which new adapters begin with copies of weights of the base; empty if it is not set."""
         if self.folder is None and self.use_dora:
             return "use_dora"
         return "lora_modules_to_save" if self.folder is None and self.modules_to_save else ""
 
     def add_to(self, model: Any, *, draw: bool, name: str = "default") -> Any:
-        """Add the adapters to a model, which is frozen and whose layers are replaced in place, and return the PEFT model.
+        """Add the adapters to a model, which is frozen and whose layers are replaced in place, and return the PEFT model. Adapters in a
+        folder bring their generation config, which replaces that of the model.
 
         Args:
             model: a plain model, or a PEFT model that gets more adapters.
@@ -92,8 +93,8 @@ class Adapters:
             folder = None if self.folder is None else hub.local_folder(self.folder)
             config = self._new_config(peft, model) if folder is None else open_adapter_config(folder, model)
             require_kind_that_streams(config, model)  # before PEFT opens further adapters, or repeats layers
-            if folder is not None and (settings := read_generation_config(folder)) is not None:
-                adapted_model(model).generation_config = settings  # with the tokens that end the trained turns
+            if folder is not None and (generation_config := read_generation_config(folder)) is not None:
+                adapted_model(model).generation_config = generation_config  # with the tokens that end the trained turns
             if folder is not None and draw:
                 values = read_values(folder)  # rejects values that are not finite, and pickles, which PEFT would accept
                 adapted = peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)
@@ -114,7 +115,7 @@ class Adapters:
             modules = _default_layers(peft, model)
         if isinstance(modules, str):
             require_quick_names({"target_modules": modules}, _module_names(model), "lora_target_modules")
-        # By the ends of names, as PEFT compares them; it would train without what it does not find.
+        # PEFT, too, compares the ends of names; it would leave out the names that it does not find, without an error.
         if isinstance(modules, tuple):
             _require_layers(model, self.target_modules or ())
         _require_names("lora_modules_to_save", self.modules_to_save, _module_names(model))
@@ -131,9 +132,9 @@ class Adapters:
 
 def _default_layers(peft: Any, model: Any) -> tuple[str, ...]:
     """Return the names of the layers that PEFT adapts by default in this type of model; if it has none, attention's linear layers."""
-    known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    chosen = known.get(getattr(model.config.get_text_config(), "model_type", None), ())
-    found = {name.rpartition(".")[2] for name, _ in model.named_modules()} & set(chosen)
+    defaults = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    usual = defaults.get(getattr(model.config.get_text_config(), "model_type", None), ())
+    found = {name.rpartition(".")[2] for name, _ in model.named_modules()} & set(usual)
     if not found:
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         found = {name.rpartition(".")[2] for name in linear if "attn" in name or "attention" in name}
@@ -153,7 +154,7 @@ class PresentAdapters:
         self._configs = {name: copy.deepcopy(config) for name, config in model.peft_config.items()}
         for config in self._configs.values():
             if isinstance(getattr(config, "init_lora_weights", None), str):
-                config.init_lora_weights = True  # one with a name needs values of the base
+                config.init_lora_weights = True  # an initialisation with a name needs values of the base
 
     def add_to(self, model: Any, *, draw: bool) -> Any:
         """Add the adapters to a skeleton, and return the PEFT model. See `Adapters.add_to`."""
@@ -225,8 +226,8 @@ def require_all_read(model: Any, result: Any, folder: Path) -> None:
     # A parameter that several layers share is there if one of its names is. PEFT does not save AdaLoRA's numbers of ranks,
     # and writes trained copies of a resized table twice.
     params = dict(model.named_parameters(remove_duplicate=False))
-    known = {id(param) for name, param in params.items() if name not in result.missing_keys}
-    missing = [name for name, param in params.items() if param.requires_grad and id(param) not in known]
+    read = {id(param) for name, param in params.items() if name not in result.missing_keys}
+    missing = [name for name, param in params.items() if param.requires_grad and id(param) not in read]
     for problem, names in (
         ("has tensors that the model has no place for", [n for n in result.unexpected_keys if _COPY not in n]),
         ("lacks tensors", [name for name in missing if _RANK not in name]),
@@ -264,7 +265,7 @@ def _module_names(model: Any) -> list[str]:
 
 
 def _require_names(setting: str, wanted: Iterable[str] | None, found: Sequence[str], separator: str = "") -> None:
-    """Raise ConfigError if a setting wants a name with which none of the names in the model ends, after a separator."""
+    """Raise ConfigError if a name in a setting, with a separator before it, is the end of none of the names in the model, ``found``."""
     for name in wanted or ():
         if not any(each.endswith(separator + name) for each in found):
             meant = closest_setting(name.rpartition(".")[2], {each.rpartition(".")[2] for each in found})
@@ -283,11 +284,11 @@ def _require_layers(model: Any, wanted: Sequence[str]) -> None:
 def _layers_remedy(model: Any, wanted: str | Iterable[str] | None) -> str:
     """Return the remedy for names that no layer of a model has: the names of its linear layers without the head, the most similar first."""
     typed = [wanted] if isinstance(wanted, str) else wanted or ()
-    plain = adapted_model(model)
-    head = plain.get_output_embeddings()
-    linear = (name for name, each in plain.named_modules() if isinstance(each, nn.Linear) and each is not head)
-    ends = {name.rpartition(".")[2] for name in linear}
-    names = ", ".join(most_similar_first(ends, [each.rpartition(".")[2] for each in typed]))
+    inside = adapted_model(model)
+    head = inside.get_output_embeddings()
+    linear = (name for name, each in inside.named_modules() if isinstance(each, nn.Linear) and each is not head)
+    last_parts = {name.rpartition(".")[2] for name in linear}
+    names = ", ".join(most_similar_first(last_parts, [each.rpartition(".")[2] for each in typed]))
     return f"set lora_target_modules to linear layers of the model: {names}" if names else ""
 
 
@@ -331,11 +332,11 @@ def without_peft_warnings() -> Iterator[None]:
 
 @contextmanager
 def _rejections(folder: str | None = None, layers_remedy: Callable[[], str] = str) -> Iterator[None]:
-    """Context manager: raise ConfigError for adapters that PEFT rejects: those in a folder, or those of settings.
+    """Context manager: raise ConfigError, with a remedy, if PEFT rejects the adapters of a folder or of settings.
 
     Args:
-        folder: folder of the adapters; None for those of settings.
-        layers_remedy: returns the remedy for layers that the model does not have; an empty text for none of its own.
+        folder: folder of the adapters; None for adapters of settings.
+        layers_remedy: returns the remedy for layers that the model does not have; an empty text for the usual remedy.
     """
     try:
         with without_peft_warnings():

@@ -64,11 +64,11 @@ class StreamedBlock:
         owners = dict.fromkeys(owner for owner, _ in self._places.values())
         self._orders = [(owner, list(owner._parameters)) for owner in owners]  # for `restore_parameters`
         self._parametrized = _parametrized(self._modules)
-        self._host = {name: owner._parameters[attribute] for name, (owner, attribute) in self._places.items()}
+        self._host_params = {name: owner._parameters[attribute] for name, (owner, attribute) in self._places.items()}
         self._structure = Structure(self._modules)
         self._attributes = [_Attributes(module) for module in self._modules]
-        self._copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
-        self._tails: dict[tuple[bool, ...], LazyTail] = {}
+        self._buffer_copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
+        self._tails: dict[tuple[bool, ...], LazyTail] = {}  # by the train or evaluation mode of each module
         self._float8 = float8_layers(module) if float8 else []
 
     def is_structure_changed(self) -> bool:
@@ -113,25 +113,25 @@ class StreamedBlock:
         self._structure.require_unchanged(self.name)
         # Before anything is replaced, because there may be no memory for a copy.
         buffers = self._copy_buffers()
-        weights = {name: params[name].detach().clone() for name in self._written & params.keys()}
+        weights_before = {name: params[name].detach().clone() for name in self._written & params.keys()}
         self._put(params, buffers)
         try:
             with casting(self._float8, differentiates):
                 yield
-            self._require_unwritten(params, weights, buffers)
+            self._require_unwritten(params, weights_before, buffers)
         finally:
             self._put_back(params, buffers)
 
     def _copy_buffers(self) -> "_Buffers":
-        """Return copies of all buffers on the device: those of earlier calls, except of buffers that have changed since."""
+        """Return copies of all buffers on the device. A buffer is copied again only if it has changed since the last call."""
         copies: _Buffers = {}
         for module in self._modules:
             for name, host in module._buffers.items():
                 if host is None:
                     continue
-                copy = self._copies.get((module, name))
+                copy = self._buffer_copies.get((module, name))
                 if copy is None or copy.host is not host or copy.host_version != host._version:
-                    copy = self._copies[module, name] = self._device_buffers.copy(host)
+                    copy = self._buffer_copies[module, name] = self._device_buffers.copy(host)
                 copies[module, name] = copy
         return copies
 
@@ -148,10 +148,10 @@ class StreamedBlock:
             module._buffers[name] = copy.device
 
     def _require_unwritten(
-        self, params: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], buffers: "_Buffers"
+        self, params: Mapping[str, torch.Tensor], weights_before: Mapping[str, torch.Tensor], buffers: "_Buffers"
     ) -> None:
         """Raise ModelNotSupportedError if the block has written a buffer, or a weight that differs from its earlier value now."""
-        for name, before in weights.items():
+        for name, before in weights_before.items():
             if not torch.equal(before, params[name]):
                 raise ModelNotSupportedError(
                     f"{self.name}: its forward writes the weight {name!r} (it limits it, usually). A streamed block computes "
@@ -165,12 +165,12 @@ class StreamedBlock:
                 )
 
     def _put_back(self, params: Iterable[str], buffers: "_Buffers") -> None:
-        """Put the host's parameters and buffers back into their places."""
+        """Put the host's parameters and buffers back into their places, and in their order, which parametrize may have changed."""
         for (module, name), copy in buffers.items():
             module._buffers[name] = copy.host
         for name in params:
             owner, attribute = self._places[name]
-            owner._parameters[attribute] = self._host[name]
+            owner._parameters[attribute] = self._host_params[name]
         for owner, order in self._orders:
             if list(owner._parameters) != order or not owner._buffers.keys().isdisjoint(order):
                 restore_parameters(owner, order)
@@ -196,17 +196,17 @@ class StreamedBlock:
         if before == mode:
             yield
             return
-        own = [[module.__dict__[name] for name in _HOOKS] for module in self._modules[1:]]  # handles refer to these
+        dicts = [[module.__dict__[name] for name in _HOOKS] for module in self._modules[1:]]  # handles refer to these
         try:
             self._set_mode(mode.training, [[hooks.copy() for hooks in of_module] for of_module in mode.hooks])
             yield
         finally:
-            self._set_mode(before.training, own)
+            self._set_mode(before.training, dicts)
 
     def _set_mode(self, training: Sequence[bool], hooks: Iterable[Iterable[Any]]) -> None:
         """Set the mode of every module, and the hooks of those inside the block."""
-        for module, each in zip(self._modules, training, strict=True):
-            module.training = each
+        for module, is_training in zip(self._modules, training, strict=True):
+            module.training = is_training
         for module, of_module in zip(self._modules[1:], hooks, strict=True):
             module.__dict__.update(zip(_HOOKS, of_module, strict=True))
 
@@ -261,18 +261,18 @@ class _Attributes:
         self._module = module
         self._names: list[str] = []
         self._values: list[Any] = []
-        self._found: dict[str, Any] | None = None  # None also if a mutable container may have changed
+        self._cached: dict[str, Any] | None = None  # None if a container among them may change in place
 
     def read(self) -> dict[str, Any]:
         """Return the current attributes by name, without those that every module has."""
         attributes = self._module.__dict__
         names, values = list(attributes), list(attributes.values())
-        if self._found is not None and names == self._names and all(map(is_, values, self._values)):
-            return self._found
-        own = {name: value for name, value in attributes.items() if name not in _INTERNAL and name != "forward"}
-        found = {name: comparable(value) for name, value in own.items()}
+        if self._cached is not None and names == self._names and all(map(is_, values, self._values)):
+            return self._cached
+        specific = {name: value for name, value in attributes.items() if name not in _INTERNAL and name != "forward"}
+        found = {name: comparable(value) for name, value in specific.items()}
         self._names, self._values = names, values
-        self._found = found if all(map(_is_fixed, own.values())) else None
+        self._cached = found if all(map(_is_fixed, specific.values())) else None
         return found
 
 

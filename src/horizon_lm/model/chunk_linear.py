@@ -25,8 +25,8 @@ class ChunkLinear(torch.autograd.Function):
     Autograd would compute a gradient (V, H) for each chunk and add it to the sum, which takes two more tensors of the
     head's size. The gradient of a bias without a buffer (an outer parameter, if the head is tied) is returned to autograd.
 
-    Its arguments are those of ``F.linear``; the targets of gradients, by the names ``weight`` and ``bias``; and whether a chunk's product may be added to a float32 buffer unrounded, where the device can do that: it is
-    more exact than plain autograd, which rounds products to the dtype of the logits.
+    Its arguments are those of ``F.linear``; the targets of gradients, by the names ``weight`` and ``bias``; and whether a chunk's product
+    may be added to a float32 buffer unrounded, where the device can do that: plain autograd rounds it to the dtype of the logits.
     """
 
     @staticmethod
@@ -45,16 +45,16 @@ class ChunkLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        flat, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # (N, V), (N, H)
+        flat_grad, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # (N, V), (N, H)
         if "weight" in ctx.grads:
             total, adds = ctx.grads["weight"]()
-            _add_product(total, adds, flat, inputs, ctx.unrounded)
+            _add_product(total, adds, flat_grad, inputs, ctx.unrounded)
         bias_grad = None
         if "bias" in ctx.grads:
             total, adds = ctx.grads["bias"]()
-            total.copy_(total + flat.sum(0) if adds else flat.sum(0))
+            total.copy_(total + flat_grad.sum(0) if adds else flat_grad.sum(0))
         elif ctx.needs_input_grad[2]:
-            bias_grad = flat.sum(0)
+            bias_grad = flat_grad.sum(0)
         return grad.matmul(weight.to(grad.dtype)), None, bias_grad, None, None  # (1, N, V) x (V, H) -> (1, N, H)
 
 
@@ -72,7 +72,7 @@ def _add_product(total: torch.Tensor, adds: bool, grad: torch.Tensor, inputs: to
     if total.dtype == grad.dtype == inputs.dtype:
         torch.addmm(total, grad.t(), inputs, beta=beta, out=total)
         return
-    if unrounded and total.dtype == torch.float32 and grad.dtype == inputs.dtype and _adds(grad.dtype, total.device):
+    if unrounded and total.dtype == torch.float32 and grad.dtype == inputs.dtype and _can_add(grad.dtype, total.device):
         torch.addmm(total, grad.t(), inputs, out_dtype=torch.float32, beta=beta, out=total)
         return
     # A product that is rounded to another dtype than that of the sum is computed some rows at a time.
@@ -85,7 +85,7 @@ def _add_product(total: torch.Tensor, adds: bool, grad: torch.Tensor, inputs: to
 
 
 @cache
-def _adds(dtype: torch.dtype, device: torch.device) -> bool:
+def _can_add(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a device adds products of this dtype to a float32 sum in place, which torch has for some devices."""
     factor = torch.ones((16, 16), dtype=dtype, device=device)
     total = torch.ones_like(factor, dtype=torch.float32)
@@ -93,4 +93,4 @@ def _adds(dtype: torch.dtype, device: torch.device) -> bool:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):  # no such kernel, or no such argument in an older torch
         return False
-    return bool((total == 17).all())
+    return bool((total == 17).all())  # 1, and the sum of 16 products of ones

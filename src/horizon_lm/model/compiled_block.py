@@ -27,14 +27,14 @@ class CompiledBlock:
 
     def __init__(self, function: Callable[..., Any], backend: str) -> None:
         self._function, self._backend = function, backend
-        # As one graph, because what one of several graphs returns is read by the code between them.
-        whole = _compile_two_versions if backend == "inductor" else backend
-        self._compiled = torch.compile(function, backend=whole, fullgraph=True)
-        self._is_whole = True
+        # As one graph, because the code between several graphs reads what they return.
+        own_backend = _compile_two_versions if backend == "inductor" else backend
+        self._compiled = torch.compile(function, backend=own_backend, fullgraph=True)
+        self._is_one_graph = True
 
     def __call__(self, unread: bool, *args: Any, **kwargs: Any) -> Any:
-        """Call the function. ``unread``: nobody reads its output, so it may have no values."""
-        if not self._is_whole:
+        """Call the function, from now on in several graphs if it cannot be compiled as one. ``unread``: nobody reads the output."""
+        if not self._is_one_graph:
             return self._compiled(*args, **kwargs)
         if is_in_torch_dispatch_mode(include_infra_modes=False):  # in which torch compiles nothing
             return self._function(*args, **kwargs)
@@ -43,7 +43,7 @@ class CompiledBlock:
                 return self._compiled(*args, **kwargs)
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             reason = first_line(error)
-        self._is_whole, self._compiled = False, torch.compile(self._function, backend=self._backend)
+        self._is_one_graph, self._compiled = False, torch.compile(self._function, backend=self._backend)
         name = getattr(self._function, "__qualname__", repr(self._function))
         warn(
             f"{name} cannot be compiled as one graph ({reason}), so its recompute in the backward pass computes outputs that nobody reads"
@@ -71,12 +71,12 @@ def _compile_two_versions(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(enable_autograd_cache=False):  # which knows one version
+    with config.patch(enable_autograd_cache=False):  # the cache knows one version
         return compile_fx(graph, inputs, inner_compile=_compile_inner)
 
 
 def _compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """Compile one graph: a forward pass that is differentiated in two versions, and any other, such as a backward pass, as inductor does.
+    """Compile one graph: in two versions if it is a forward pass that is differentiated, otherwise as inductor does.
 
     The backward pass is compiled for the strides of the tensors that the forward pass saves, so both versions must save the same ones;
     if they do not, only the first version is used.
@@ -88,14 +88,14 @@ def _compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any)
     if context is None or context.fw_metadata is None or context.output_strides is None or not is_forward:
         return compile_fx_inner(graph, inputs, **options)
     num_outputs = context.fw_metadata.num_forward_returns
-    shorter = _without_outputs(graph, num_outputs)
-    if shorter is None:
+    reduced = _without_outputs(graph, num_outputs)
+    if reduced is None:
         return compile_fx_inner(graph, inputs, **options)
-    without_outputs = compile_fx_inner(shorter, inputs, **options)
+    without_outputs = compile_fx_inner(reduced, inputs, **options)
     strides_without_outputs = context.output_strides.copy()
     context.output_strides.clear()  # the compiler appends to it
     whole = compile_fx_inner(graph, inputs, **options)
-    # The tensors behind the outputs are those that are saved.
+    # The tensors behind the outputs are saved for the backward pass.
     if strides_without_outputs[num_outputs:] != context.output_strides[num_outputs:]:
         return whole
     return _TwoVersions(whole, without_outputs)
@@ -121,9 +121,9 @@ def _without_outputs(module: fx.GraphModule, num_outputs: int) -> fx.GraphModule
     end.args = (tuple(outputs),)
     before = list(graph.nodes)
     graph.eliminate_dead_code()
-    unread = set(before).difference(graph.nodes)
+    left_out = set(before).difference(graph.nodes)
     # Without an operation that draws random numbers, later ones would draw others.
-    if not any(map(_is_product, unread)) or any(map(_draws_numbers, unread)):
+    if not any(map(_is_product, left_out)) or any(map(_draws_numbers, left_out)):
         return None
     return fx.GraphModule(module, graph)
 

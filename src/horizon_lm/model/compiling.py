@@ -55,7 +55,7 @@ def mark_lengths(tensors: Iterable[torch.Tensor]) -> None:
     """
     tensors = list(tensors)
     varying = {size for tensor in tensors[:1] for size in tensor.shape[:2] if size > 1}  # B and T
-    for tensor in tensors:
+    for tensor in tensors:  # of which each dimension with one of these sizes counts as rows or tokens
         # The last of three dimensions is a width, for hidden states and rotary embeddings alike.
         sizes = tensor.shape[:2] if tensor.ndim == 3 else tensor.shape
         mark_varying(tensor, [dim for dim, size in enumerate(sizes) if size in varying])
@@ -108,11 +108,11 @@ def _forward_in_chunks(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     size = max(1, self._chunk_tokens // hidden.shape[0])  # tokens of each row
     if hidden.ndim != 3 or hidden.shape[1] <= size:
         return _marked(function(self, _marked(hidden)))
-    on_device = {module: dict(module._parameters) for module in self.modules()}
+    bound = {module: dict(module._parameters) for module in self.modules()}  # on the device
 
     def compute(piece: torch.Tensor) -> torch.Tensor:
         # When the backward pass recomputes a chunk, the layer has its host parameters again.
-        with _with_parameters(on_device):
+        with _with_parameters(bound):
             output: torch.Tensor = function(self, _marked(piece))
         return output
 

@@ -86,24 +86,24 @@ def applied_to(wrappers: Sequence[Any], size: int) -> Iterator[None]:
 Factors = tuple[torch.Tensor, torch.Tensor, float]
 
 
-def _factors(wrapper: Any, form: Callable[[str], Factors], size: int, adapter: str) -> Factors:
-    """Return both factors of an adapter's change of the experts' weights, and its scale.
+def _factors(wrapper: Any, get_factors: Callable[[str], Factors], size: int, adapter: str) -> Factors:
+    """Return PEFT's factors of an adapter's change of the weights of some experts, and its scale.
 
     Args:
         wrapper: PEFT's layer.
-        form: PEFT's own function, which reads the number of experts from the layer.
+        get_factors: PEFT's own function, which reads the number of experts from the layer.
         size: the number of experts whose parts of the adapter are bound.
         adapter: name of the adapter.
     """
     count = wrapper.num_experts
     wrapper.num_experts = size
     try:
-        return form(adapter)
+        return get_factors(adapter)
     finally:
         wrapper.num_experts = count
 
 
 def _product(factors: Callable[[str], Factors], adapter: str) -> torch.Tensor:
-    """Return an adapter's change of the experts' weights."""
+    """Return an adapter's change of the weights of some experts: the scaled product of its factors."""
     left, right, scale = factors(adapter)
     return left @ right * scale

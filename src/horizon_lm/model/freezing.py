@@ -37,14 +37,14 @@ def freeze(model: Any, trainable: str | None) -> None:
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str | None:
-    """Return the pattern with each part that no name has replaced by the most similar one; None if the result still fits no name."""
+    """Return the pattern with each of its parts replaced by the most similar part of a name; None if the result still fits no name."""
     parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
 
-    def known(part: re.Match[str]) -> str:
+    def most_similar(part: re.Match[str]) -> str:
         """Return the part of a name that is most similar to a part of the pattern; the part itself if none is, or if it is a number."""
         return part[0] if part[0].isdigit() else next(iter(difflib.get_close_matches(part[0], parts, n=1)), part[0])
 
-    nearest = re.sub(r"[^.*]+", known, pattern)
+    nearest = re.sub(r"[^.*]+", most_similar, pattern)
     return nearest if any(map(_compile(nearest).search, names)) else None
 
 

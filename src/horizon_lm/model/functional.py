@@ -27,7 +27,7 @@ def in_place(places: Iterable[Place]) -> Iterator[None]:
             module._parameters[name] = param
 
 
-_TRIAL = (4, 8)  # shape (V, H) of a small table
+_TRIAL_SHAPE = (4, 8)  # shape (V, H) of a small table
 
 
 def look_up(
@@ -57,10 +57,10 @@ def is_linear(module: nn.Module) -> bool:
     """Return whether the gradient of a lookup in an embedding is the same for any values of its table, determined by a trial."""
     if type(module) is nn.Embedding:
         return True
-    positions = torch.arange(_TRIAL[0])[None]
+    positions = torch.arange(_TRIAL_SHAPE[0])[None]
     generator = torch.Generator().manual_seed(0)
-    tables = [torch.zeros(_TRIAL), torch.randn(_TRIAL, generator=generator)]
-    grad = torch.randn((1, *_TRIAL), generator=generator)
+    tables = [torch.zeros(_TRIAL_SHAPE), torch.randn(_TRIAL_SHAPE, generator=generator)]
+    grad = torch.randn((1, *_TRIAL_SHAPE), generator=generator)
     try:
         first, second = (_gradient(module, table, positions, grad) for table in tables)
     except Exception:  # the embedding requires other sizes: assume that the values matter
@@ -69,7 +69,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _gradient(module: nn.Module, table: torch.Tensor, positions: torch.Tensor, grad: torch.Tensor) -> Any:
-    """Return the gradient of a table (V, H), given that of the embedding of all positions."""
+    """Return the gradient of a table (V, H), given the gradient of the embedding of all positions."""
     table.requires_grad_()
     with torch.enable_grad():
         return torch.autograd.grad(look_up(module, table, positions, None), table, grad)[0]
@@ -116,9 +116,9 @@ _CACHED_LOGITS = 2**21  # logits of a piece on a CPU, 8 MiB in float32: few enou
 def token_statistics(logits: torch.Tensor, labels: torch.Tensor, compiled: bool = False) -> dict[str, torch.Tensor]:
     """Return the `STATISTICS` of tokens, float32 (N,) each, without a graph.
 
-    An accelerator computes all tokens in a few operations, in no more memory than the backward pass of the loss: compiled code
-    makes no tensor (N, V), and without it, where the loss takes at least 6 bytes a logit on top of what exists here, each of two
-    halves makes at most two. A CPU computes pieces that fit into its cache instead.
+    They take no more memory on an accelerator than the backward pass of the loss: compiled code makes no tensor (N, V). Without
+    it, the loss takes at least 6 more bytes a logit, and each half of the tokens is computed by itself, with at most two tensors
+    (N / 2, V). A CPU computes pieces that fit into its cache instead.
 
     Args:
         logits: logits (N, V).

@@ -70,8 +70,8 @@ def read_generation_config(folder: Path) -> Any:
 
 
 def write_generation_config(settings: Any, folder: Path) -> None:
-    """Write a generation config into a folder. transformers' own method rejects one that was changed if it does not like other settings of it,
-    which have come with the model: the trained weights would be lost for that.
+    """Write a generation config into a folder. transformers' own method may reject a config that was changed because of
+    other settings, which came with the model: the trained weights would be lost.
     """
     settings.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"])
 
@@ -84,7 +84,7 @@ def add_end_tokens(settings: Any, tokens: Sequence[int]) -> None:
 
 
 def end_tokens(settings: Any) -> list[int]:
-    """Return the tokens that end an answer by a generation config, which has none, one or a list of them."""
+    """Return the tokens that end an answer. A generation config has none, one or a list of them."""
     return _listed(settings.eos_token_id)
 
 
@@ -105,7 +105,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _numbers_of_folder(settings: Any, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the settings named in ``limits`` of a generation config; None for one that is 0, which switches it off.
+    """Return the settings named in ``limits`` of a generation config; None for a setting of 0, which is switched off.
 
     Raises:
         ConfigError: a setting is no number, is below 0, or is above its limit.
@@ -161,10 +161,10 @@ def generation_of(
         return None
     # Without `max_new_tokens` only the total is limited, and any part of it may be the prompt.
     prompt = num_tokens if settings.max_new_tokens is None else num_tokens - (settings.max_new_tokens - 1)
-    room = max((vars(layer).get("max_cache_len", 0) for layer in cache.layers), default=0)  # of a static cache
+    allocated = max((vars(layer).get("max_cache_len", 0) for layer in cache.layers), default=0)  # of a static cache
     rows = num_rows * max(settings.num_beams or 1, settings.num_return_sequences or 1)
     is_static = isinstance(cache, StaticCache)
-    return Generation(rows, max(1, prompt), max(num_tokens, room), is_static, cache.offloading), cache
+    return Generation(rows, max(1, prompt), max(num_tokens, allocated), is_static, is_offloaded=cache.offloading), cache
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
@@ -173,6 +173,6 @@ def cache_of(arguments: Mapping[str, Any]) -> Any:
 
 
 def layer_bytes(layer: Any) -> int:
-    """Return the bytes of the tensors of a cache's layer, each memory once, without its counters, which have no dimensions."""
+    """Return the bytes of the tensors of a cache's layer, shared memory once, without its counters, which have no dimensions."""
     found = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
     return sum({id(each): each.untyped_storage().nbytes() for each in found}.values())

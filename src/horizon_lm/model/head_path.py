@@ -53,9 +53,9 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
     reason = "its forward does not call a decoder"
     for trunk in parts.trunks():
         with torch.random.fork_rng(devices=[]):
-            trying = _HeadTrial(parts, trunk)
+            head_trial = _HeadTrial(parts, trunk)
             try:
-                reason = _difference(trying)
+                reason = _reason_against_chunks(head_trial)
             except Exception as error:  # the model's code may need more inputs than it gets here
                 reason = f"its loss cannot be computed from hidden states alone ({type(error).__name__})"
         if not reason:
@@ -82,14 +82,14 @@ class _HeadTrial:
         self.outer = random_weights(parts)
         # NaN, in the trial's float32: a model may read the dtype of the head's weight, but one that multiplies by it itself fails.
         nan = torch.tensor(torch.nan).expand(parts.head.get_parameter("weight").shape)
-        self._weights: list[Place] = [*self.outer, (parts.head, "weight", nan)]
+        self._places: list[Place] = [*self.outer, (parts.head, "weight", nan)]
         accepted = inspect.signature(type(parts.model).forward).parameters
         self._options = {"use_cache": False} | {name: False for name in AUXILIARY if name in accepted}
         self.vocabulary = parts.vocabulary
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.randn((_ROWS, _LENGTH, parts.head_width), generator=generator).requires_grad_()
-        columns = min(8, parts.head_width)  # a head that reads a few columns gives the same answer, and is small
-        self._weight = torch.randn((self.vocabulary, columns), generator=generator)
+        width = min(8, parts.head_width)  # a head that reads a few columns gives the same answer, and is small
+        self._columns = torch.randn((self.vocabulary, width), generator=generator)
         self.ids = torch.randint(min(self.vocabulary, 1000), (_ROWS, _LENGTH), generator=generator)
         self.labels = self.ids.clone()
         self.labels[0, 2] = self.labels[1, :2] = IGNORE_INDEX
@@ -98,12 +98,12 @@ class _HeadTrial:
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits (..., V), by a random head that reads the first columns of hidden states (..., H)."""
-        return F.linear(states[..., : self._weight.shape[1]], self._weight)
+        return F.linear(states[..., : self._columns.shape[1]], self._columns)
 
     def run(self, states: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor], **arguments: Any) -> Any:
         """Return the model's output for some arguments, with ``states`` in place of the trunk's output, and ``logits`` as the head."""
         answers: dict[nn.Module, Answer] = {self._trunk: lambda *args, **kwargs: Decoded(states), self._head: logits}
-        with trial(answers, self._weights), torch.enable_grad():
+        with trial(answers, self._places), torch.enable_grad():
             return type(self._model).forward(self._model, **arguments, **self._options)
 
     def loss_without_labels(self) -> float:
@@ -123,27 +123,27 @@ class _HeadTrial:
         return float(output.loss.detach())
 
 
-def _difference(trying: _HeadTrial) -> str:
-    """Return the reason why the loss over chunks differs from the loss over all tokens; empty if they are equal."""
-    if trying.loss_without_labels() != 0:
+def _reason_against_chunks(head_trial: _HeadTrial) -> str:
+    """Return the reason why a model's loss cannot be computed over chunks of tokens; empty if a trial finds none."""
+    if head_trial.loss_without_labels() != 0:
         return "its loss is not only that of labels"
     # First all tokens at once, as the model computes them; below in chunks, each of which is a batch of one row.
-    whole = trying.run(trying.hidden, trying.project, input_ids=trying.ids, labels=trying.labels)
-    outer = {id(weight): weight for _, _, weight in trying.outer}
+    whole = head_trial.run(head_trial.hidden, head_trial.project, input_ids=head_trial.ids, labels=head_trial.labels)
+    outer = {id(weight): weight for _, _, weight in head_trial.outer}
     reached = torch.autograd.grad(whole.loss, [*outer.values()], allow_unused=True, retain_graph=True) if outer else ()
     if any(grad is not None for grad in reached):
         return "it has layers with weights between its decoder and its loss"
-    (expected,) = torch.autograd.grad(whole.loss, trying.hidden)
+    (expected,) = torch.autograd.grad(whole.loss, head_trial.hidden)
     grads, loss = torch.zeros_like(expected).flatten(0, 1), 0.0
-    for index in trying.trained.split(_CHUNK):
-        chunk = trying.hidden.detach().flatten(0, 1)[index][None].requires_grad_()  # (1, chunk, H)
-        target = trying.targets[index][None]
-        part = trying.run(
-            chunk, trying.project, labels=target, shift_labels=target, num_items_in_batch=len(trying.trained)
+    for index in head_trial.trained.split(_CHUNK):
+        chunk = head_trial.hidden.detach().flatten(0, 1)[index][None].requires_grad_()  # (1, chunk, H)
+        target = head_trial.targets[index][None]
+        part = head_trial.run(
+            chunk, head_trial.project, labels=target, shift_labels=target, num_items_in_batch=len(head_trial.trained)
         )
         grads[index] = torch.autograd.grad(part.loss, chunk)[0][0]
         loss += float(part.loss.detach())
-        logits = trying.run(chunk, trying.project).logits
+        logits = head_trial.run(chunk, head_trial.project).logits
         if not torch.allclose(logits[0], whole.logits.detach().flatten(0, 1)[index], rtol=_TOLERANCE, atol=_TOLERANCE):
             return "its logits depend on more than a token's hidden state"
     is_loss_equal = abs(loss - float(whole.loss.detach())) <= _TOLERANCE * max(1.0, abs(loss))

@@ -70,10 +70,10 @@ def _own_type_remedy(folder: Path) -> str:
     config = read_settings(path) if path.is_file() else {}
     kind, names = config.get("model_type"), config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    own = next((own for own, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if each == name), None)
-    if own is None or not isinstance(kind, str) or kind in CONFIG_MAPPING:
+    own_type = next((each for each, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if cls == name), None)
+    if own_type is None or not isinstance(kind, str) or kind in CONFIG_MAPPING:
         return ""
-    return f"; transformers has {name} itself: to use it, set model_type: {own} in config.json, and remove its auto_map"
+    return f"; transformers has {name} itself: to use it, set model_type: {own_type} in config.json, and remove its auto_map"
 
 
 def auto_class(model_class: Any) -> Any:
@@ -106,7 +106,7 @@ def _classifier_name(config: Any) -> str:
 
 
 def require_model(config: Any, place: str, model_class: Any) -> Any:
-    """Return a config; raise ModelNotSupportedError, naming ``place``, if it has no model of this class to train."""
+    """Return a config unchanged; raise ModelNotSupportedError, naming ``place``, if it has no model of this class to train."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,

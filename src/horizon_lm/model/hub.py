@@ -127,12 +127,13 @@ def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
         hub_id: the hub id that it stands for.
         error: the error of the request to the hub.
     """
-    known = f" as {hub_id}" if hub_id != typed else ""
-    meant = "" if known else _did_you_mean(typed)
-    names = "" if known or meant else _list_of_names(typed)
+    # At most one of these three parts of the message has a text.
+    resolved = f" as {hub_id}" if hub_id != typed else ""
+    meant = "" if resolved else _did_you_mean(typed)
+    listed = "" if resolved or meant else _list_of_names(typed)
     return ConfigError(
-        f"{typed} is neither a folder nor a model that could be fetched from the hub{known}{meant} "
-        f"({_reason(error)}){names}{code_remedy(error)}"
+        f"{typed} is neither a folder nor a model that could be fetched from the hub{resolved}{meant} "
+        f"({_reason(error)}){listed}{code_remedy(error)}"
     )
 
 
@@ -150,7 +151,7 @@ def _list_of_names(typed: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason why the hub has sent no model. huggingface_hub wraps it for a whole model, and not for one file."""
+    """Return the reason why the hub has sent no model. huggingface_hub wraps the error of a whole model, and not that of one file."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error

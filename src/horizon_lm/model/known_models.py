@@ -61,7 +61,7 @@ def known_models() -> tuple[KnownModel, ...]:
     return deepcopy(_read())
 
 
-def _key(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.casefold().removesuffix(LANGUAGE_MODEL)
 
 
@@ -70,11 +70,11 @@ def find_known(name: str) -> KnownModel | None:
 
     Case is ignored. An unambiguous name may omit the organization and "(text)".
     """
-    wanted = _key(name)
-    releases = {_key(known): model.released_as(known) for model in _read() for known in (model.name, *model.aliases)}
+    wanted = _normalize(name)
+    releases = {_normalize(each): model.released_as(each) for model in _read() for each in (model.name, *model.aliases)}
     if wanted in releases:
         return deepcopy(releases[wanted])
-    # Found by the model's name, because several organizations may have released the same model.
+    # By the model's name, so that aliases of one model count once: several organizations may have released it.
     found = {model.name: model for known, model in releases.items() if known.rpartition("/")[2] == wanted}
     return deepcopy(next(iter(found.values()))) if len(found) == 1 else None
 

@@ -106,6 +106,7 @@ class LazyProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Put an operation off, or compute what it reads and call it."""
         kwargs = kwargs or {}
         # A view in another dtype comes with the plain class, and anything else with those of other packages' tensors.
         kind = _Kind.BARRIER if any(each is not torch.Tensor for each in types) else _kind(op)
@@ -131,7 +132,7 @@ class LazyProducts(TorchDispatchMode):
         return op(*args, **kwargs)
 
     def _call_later(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Return an empty tensor of the operation's shape, into which it is computed when that is read."""
+        """Put an operation off, and return a tensor without a value for its result, which is computed when the tensor is read."""
         result = _empty_result(op, args, kwargs)
         self._put_off[_storage(result)] = PutOff(op, args, kwargs, result)
         return result
@@ -202,7 +203,7 @@ def _owner(block: nn.Module, calls: Sequence[PutOff]) -> nn.Module | None:
 
 
 def _weights(module: nn.Module) -> Iterator[torch.Tensor | None]:
-    """Yield the weights of a module, and what stands for them."""
+    """Yield the weights of a module, and the tensors that its products read instead of them."""
     yield from module._parameters.values()
     yield from _tensors(module.__dict__.get(STAND_INS, ()))
 
@@ -210,7 +211,7 @@ def _weights(module: nn.Module) -> Iterator[torch.Tensor | None]:
 @contextmanager
 def _beginning_at(module: nn.Module, mode: LazyProducts) -> Iterator[None]:
     """Context manager: enter a mode when a module is called for the first time, and leave it at the end."""
-    before, forward = module.__dict__.get("forward"), module.forward
+    instance_forward, forward = module.__dict__.get("forward"), module.forward
     with ExitStack() as stack:
 
         def enter_and_call(*args: Any, **kwargs: Any) -> Any:
@@ -220,8 +221,8 @@ def _beginning_at(module: nn.Module, mode: LazyProducts) -> Iterator[None]:
 
         def put_back() -> None:
             module.__dict__.pop("forward", None)
-            if before is not None:
-                module.__dict__["forward"] = before
+            if instance_forward is not None:
+                module.__dict__["forward"] = instance_forward
 
         module.__dict__["forward"] = enter_and_call
         try:
@@ -231,7 +232,7 @@ def _beginning_at(module: nn.Module, mode: LazyProducts) -> Iterator[None]:
 
 
 def require_computed(*tensors: torch.Tensor) -> None:
-    """Compute those of these tensors that are not computed yet. Call it before code reads them without an operation of torch, or later."""
+    """Compute these tensors, if they are not computed yet. Call it before code reads them without an operation of torch, or later."""
     for mode in _modes.value:
         mode.compute(tensors)
 
@@ -247,6 +248,7 @@ _is_plain = OfThread(False)  # this thread reads tensors by torch's operations a
 
 @cache
 def _kind(op: Any) -> _Kind:
+    """Return how an operation treats tensors that are not computed yet."""
     if op in _PRODUCTS:
         return _Kind.PRODUCT
     if op in _SUMS:

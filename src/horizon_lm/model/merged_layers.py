@@ -22,7 +22,7 @@ from horizon_lm.model.adapters import (
     without_peft_warnings,
 )
 
-_FROM_THE_BASE = ("olora", "pissa")  # initialisations that take from the base what can be computed again
+_FROM_THE_BASE = ("olora", "pissa")  # initialisations that take a part of the base, and can be repeated
 _LOST = ("corda", "loftq", "lora_ga", "pissa_niter")  # these need data, random numbers or a GPU for that
 _NOT_IN_WEIGHTS = ("ADAPTION_PROMPT", "CARTRIDGE", "LILY", "POLY", "SHADOW", "XLORA")
 # Kinds whose layers are built without a look at values of the base. Others get a base that is mapped from its files.
@@ -68,8 +68,8 @@ class MergedLayers:
         _fill_places(model, dtypes, None if config.peft_type in _KNOW_NO_VALUES else read)
         self._places = {name: _place_of(model, name) for name in model.state_dict()}
         initialization = str(getattr(config, "init_lora_weights", "")).lower()
-        self._taking = initialization if initialization in _FROM_THE_BASE else None  # it has taken a part of the base
-        if self._taking:
+        self._initialization_from_base = initialization if initialization in _FROM_THE_BASE else None
+        if self._initialization_from_base:
             config.init_lora_weights = True
         state = read_values(folder)
         self._require_vocabulary(model, state)
@@ -79,10 +79,10 @@ class MergedLayers:
             without_peft_warnings(),
         ):
             adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=config.peft_type == "LORA")
-        read_places = self._read_values(adapted, state)
-        given = {name: place for name, place in self._places.items() if place in read_places}
-        # Tensors that come whole with the adapters, instead of those of the base.
-        self._given = {name: getattr(module, attribute).detach() for name, (module, attribute) in given.items()}
+        read_places = self._load_values(adapted, state)
+        replaced = {name: place for name, place in self._places.items() if place in read_places}
+        # Tensors that come whole with the adapters, by the names of those of the base that they replace.
+        self._replacements = {name: getattr(module, key).detach() for name, (module, key) in replaced.items()}
         self._layers = list(self._find_layers(adapted))
 
     @property
@@ -92,7 +92,7 @@ class MergedLayers:
         """
         inside = [list(layer.names.values()) for layer in self._layers]
         known = {name for names in inside for name in names}
-        return inside + [[name] for name in self._given if name not in known]
+        return inside + [[name] for name in self._replacements if name not in known]
 
     def merge(self, group: int, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the merged tensors of a group.
@@ -104,34 +104,34 @@ class MergedLayers:
         Raises:
             ConfigError: PEFT cannot merge the layer.
         """
-        given = self._given
+        new = self._replacements
         values = {
-            name: given[name].to(tensor.dtype, copy=True) if name in given else tensor for name, tensor in base.items()
+            name: new[name].to(tensor.dtype, copy=True) if name in new else tensor for name, tensor in base.items()
         }
         if group >= len(self._layers):
             return values
         layer = self._layers[group]
         # PEFT merges the weights that are in the model. The tensors are put there, and replaced by placeholders once they are merged.
         for name, value in values.items():
-            self._set(name, value.contiguous())
+            self._set_tensor(name, value.contiguous())
         merged = self._merge_module(layer.wrapper)
-        if new := [n for n, _ in merged.named_parameters() if n not in layer.names]:
+        if added := [n for n, _ in merged.named_parameters() if n not in layer.names]:
             raise ModelNotSupportedError(
-                f"{self._folder}: merging {next(iter(layer.names.values()))} gives it the parameter {new[0]}, which the base does not "
+                f"{self._folder}: merging {next(iter(layer.names.values()))} gives it the parameter {added[0]}, which the base does not "
                 "have; use the adapters with their base"
             )
         found = {}
         for path, name in layer.names.items():
             module, attribute = _place_of(merged, path)
             found[name] = getattr(module, attribute).data.to(values[name].dtype)
-            self._set(name, _placeholder(values[name].shape, values[name].dtype))
+            self._set_tensor(name, _placeholder(values[name].shape, values[name].dtype))
         return found
 
     def _merge_module(self, wrapper: Any) -> nn.Module:
         """Merge the adapters of a layer of PEFT into the weights that are in it, and return the module that has the result."""
         with self._errors("merge these adapters"), torch.no_grad():
-            if self._taking:
-                self._take_from_base(wrapper)
+            if self._initialization_from_base:
+                self._subtract_initialization(wrapper)
             merged: nn.Module
             if hasattr(wrapper, "unload_and_optionally_merge_module"):
                 merged = wrapper.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
@@ -139,10 +139,10 @@ class MergedLayers:
                 wrapper.merge()
                 merged = wrapper.get_base_layer()
         for each in wrapper.modules():
-            getattr(each, "merged_adapters", []).clear()  # or PEFT would leave out the next merge as done already
+            getattr(each, "merged_adapters", []).clear()  # or PEFT would not merge this layer again
         return merged
 
-    def _set(self, name: str, value: torch.Tensor) -> None:
+    def _set_tensor(self, name: str, value: torch.Tensor) -> None:
         """Put a value into its place in the model, a buffer or a parameter."""
         module, attribute = self._places[name]
         if attribute in module._buffers:
@@ -150,43 +150,43 @@ class MergedLayers:
         else:
             module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
 
-    def _take_from_base(self, wrapper: nn.Module) -> None:
-        """Subtract from the base's weight in a layer of PEFT what the initialisation of its adapters took from it before training."""
+    def _subtract_initialization(self, wrapper: nn.Module) -> None:
+        """Subtract from the base's weight in a layer of PEFT the part that the initialisation of its adapters moved into them."""
         layer: Any
         for layer in wrapper.modules():
             for adapter, matrix in dict(getattr(layer, "lora_A", None) or {}).items():
-                own = (matrix.weight, layer.lora_B[adapter].weight)
-                trained = [param.data for param in own]
+                factors = (matrix.weight, layer.lora_B[adapter].weight)
+                trained = [param.data for param in factors]
                 # Computes the first adapters again, and subtracts them from the base. The trained adapters are put back.
-                if self._taking == "olora":
+                if self._initialization_from_base == "olora":
                     layer.olora_init(adapter)
                 else:
-                    layer.pissa_init(adapter, self._taking)
-                for param, value in zip(own, trained, strict=True):
+                    layer.pissa_init(adapter, self._initialization_from_base)
+                for param, value in zip(factors, trained, strict=True):
                     param.data = value
 
     def _find_layers(self, model: nn.Module) -> Iterator[_Layer]:
         """Yield the outermost layers of PEFT in a model, each with the names of the base's tensors inside it."""
-        own: dict[int, dict[str, str]] = {}  # by module: attributes with their names
+        names_of: dict[int, dict[str, str]] = {}  # by the identity of a module: full names of its tensors, by attribute
         for name, (module, attribute) in self._places.items():
-            own.setdefault(id(module), {})[attribute] = name
-        found: tuple[str, ...] = ()  # paths of the outermost layers
+            names_of.setdefault(id(module), {})[attribute] = name
+        prefixes: tuple[str, ...] = ()  # of the modules inside the outermost layers
         for name, module in model.named_modules():
             wrapped: Any = getattr(module, "original_module", None) or getattr(module, "base_layer", None)
-            if wrapped is None or name.startswith(found):
+            if wrapped is None or name.startswith(prefixes):
                 continue
-            found += (f"{name}.",)
+            prefixes += (f"{name}.",)
             while hasattr(wrapped, "base_layer"):
                 wrapped = wrapped.base_layer
             names = {
                 f"{path}.{attribute}".removeprefix("."): full
                 for path, part in wrapped.named_modules()
-                for attribute, full in own.get(id(part), {}).items()
+                for attribute, full in names_of.get(id(part), {}).items()
             }
             yield _Layer(module, names)
 
-    def _read_values(self, model: Any, state: dict[str, torch.Tensor]) -> set[Place]:
-        """Put the adapters' values into a PEFT model, and return their places; raise ConfigError if a value is missing or has no place."""
+    def _load_values(self, model: Any, state: dict[str, torch.Tensor]) -> set[Place]:
+        """Load the adapters' values into a PEFT model, and return their places; raise ConfigError if a value is missing or has no place."""
         import peft
 
         places: set[Place] = set()
@@ -288,16 +288,16 @@ def _placeholder(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _require_mergeable(config: Any, folder: Path) -> None:
-    """Raise ModelNotSupportedError for adapters that are not weights of the base, or that need more than their folder has."""
+    """Raise ModelNotSupportedError for adapters that are no change of weights, or that need data which their folder lacks."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    start = str(getattr(config, "init_lora_weights", "")).lower()
+    initialization = str(getattr(config, "init_lora_weights", "")).lower()
     if config.is_prompt_learning or kind in _NOT_IN_WEIGHTS:
         raise ModelNotSupportedError(
             f"{folder}: PEFT's {kind} cannot be merged, because what it adds is not a change of weights; use the adapters with their base"
         )
-    if start.startswith(_LOST):
+    if initialization.startswith(_LOST):
         raise ModelNotSupportedError(
-            f"{folder}: init_lora_weights: {start} took from the base what this folder does not have; save the adapters with "
+            f"{folder}: init_lora_weights: {initialization} took from the base what this folder does not have; save the adapters with "
             "path_initial_model_for_weight_conversion, which makes ordinary LoRA of them"
         )
     if getattr(config, "layer_replication", None):

@@ -61,7 +61,7 @@ def try_outer(parts: ModelParts) -> OuterTrial | None:
         for structure in _STRUCTURES:
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    return _run(parts, trunk, structure)
+                    return _run_trunk(parts, trunk, structure)
             except Exception:  # this module is not a trunk, or its blocks return another structure
                 continue
     return None
@@ -91,7 +91,7 @@ class _StandIns:
         return output
 
 
-def _run(parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor], Any]) -> OuterTrial:
+def _run_trunk(parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor], Any]) -> OuterTrial:
     """Run the trunk once on text, with stand-ins for its blocks that return their input (B, T, H) in the given structure.
 
     The trunk's own code may raise any exception; ValueError is raised if its output shows that blocks return another structure.

@@ -18,12 +18,8 @@ _ROWS = 4096  # that are compared at once
 def has_own_head(folder: Path, config: Any, model_class: Any) -> bool:
     """Return whether a folder's files have a head with other values than the embedding, although its config says that they are one.
 
-    Return False if the files cannot be read; the error is raised when the weights are loaded.
-
-    Args:
-        folder: the folder.
-        config: its config.
-        model_class: the class of transformers that builds its model, such as AutoModelForCausalLM.
+    Return False if the files cannot be read; the error is raised when the weights are loaded. ``model_class``: the class of
+    transformers that builds the model, such as AutoModelForCausalLM.
     """
     if not getattr(config, "tie_word_embeddings", False) or type(config) not in model_class._model_mapping:
         return False
@@ -43,10 +39,10 @@ def _differ(files: tuple[tuple[Path, int], ...], head: str, table: str) -> bool:
     with ExitStack() as stack:
         try:
             opened = [stack.enter_context(safe_open(path, framework="pt")) for path, _ in files]
-            named = {name: file for file in opened for name in {head, table}.intersection(file.keys())}
-            if len(named) < 2:
+            file_of = {name: file for file in opened for name in {head, table}.intersection(file.keys())}
+            if len(file_of) < 2:
                 return False
-            one, other = (file.get_slice(name) for name, file in named.items())
+            one, other = (file.get_slice(name) for name, file in file_of.items())
             if one.get_shape() != other.get_shape():
                 return False
             return any(not torch.equal(*parts) for parts in zip(_parts(one), _parts(other), strict=True))

@@ -58,17 +58,17 @@ def require_quick(patterns: Iterable[str], names: Iterable[str], place: object) 
     tried = list(patterns)
     if not tried:
         return
-    done = _try(tried, list(names), place)
-    if done.returncode == 0:
+    process = _try(tried, list(names), place)
+    if process.returncode == 0:
         return
-    begun = done.stdout.split()  # numbers of patterns, up to the one that was not finished
+    begun = process.stdout.split()  # numbers of patterns, up to the one that was not finished
     pattern = tried[int(begun[-1])] if begun else tried[0]
     shown = pattern if len(pattern) <= 80 else pattern[:77] + "..."
-    if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):
-        limit = f"takes more than {counted(MAX_SECONDS, 'second')}"
+    if -process.returncode in (signal.SIGXCPU, signal.SIGKILL):
+        failure = f"takes more than {counted(MAX_SECONDS, 'second')}"
     else:
-        limit = f"ends the process that tries it, with status {done.returncode}, if it has"
-    raise ConfigError(f"{place}: the pattern {shown} {limit} to compare with the names of the model; simplify it")
+        failure = f"ends the process that tries it, with status {process.returncode}, if it has"
+    raise ConfigError(f"{place}: the pattern {shown} {failure} to compare with the names of the model; simplify it")
 
 
 def _try(patterns: list[str], names: list[str], place: object) -> subprocess.CompletedProcess[str]:

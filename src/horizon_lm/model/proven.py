@@ -41,15 +41,15 @@ def find_proof(parts: ModelParts) -> Proof:
     """
     model = parts.model.get_base_model() if hasattr(parts.model, "get_base_model") else parts.model
     cls, kind = _class_of_transformers(type(model)), model.config.model_type
-    name, tie = cls.__name__, "tied" if parts.tied else "untied"
+    name, tying = cls.__name__, "tied" if parts.tied else "untied"
     entry = _table()["classifiers" if parts.classifies else "types"].get(kind)
     missing = ""
     if entry is None or entry["class"] != name:
         missing = f"{name} of type {kind!r} is not in the table of proven models"
-    elif cls is not type(model) and not hasattr(model, "_horizon"):  # another subclass than that of a streamed model
+    elif cls is not type(model) and not hasattr(model, "_horizon"):  # nor the class of a streamed model
         missing = f"{type(model).__name__} changes transformers' {name}"
-    elif tie not in entry["features"]:
-        missing = f"{name} was not proven with {tie} weights"
+    elif tying not in entry["features"]:
+        missing = f"{name} was not proven with {tying} weights"
     return Proof(name, missing, frozenset() if missing else frozenset(entry["features"]))
 
 

@@ -99,14 +99,14 @@ def matrix_codec(quantization: Mapping[str, Any], place: str) -> Codec:
     if method == "mxfp4":
         return Mxfp4()
     if method == "fp8" and quantization.get("weight_block_size"):
-        return Fp8(_tile(quantization["weight_block_size"], place))
+        return Fp8(_tile_size(quantization["weight_block_size"], place))
     if method == "compressed-tensors":
         return _compressed_codec(quantization, place)
     detail = " in 8 bits" if method == "bitsandbytes" else " without weight_block_size" if method == "fp8" else ""
     raise ModelNotSupportedError(f"{place}: its weights are quantized by {method}{detail}; {_REMEDY}")
 
 
-def _tile(size: Any, place: str) -> tuple[int, int]:
+def _tile_size(size: Any, place: str) -> tuple[int, int]:
     """Return the rows and columns of FP8 tiles; raise ConfigError if a config does not give two such numbers."""
     if not (isinstance(size, Sequence) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)):
         raise ConfigError(f"{place}: the size of FP8 tiles is {size!r}; two numbers are needed, such as [128, 128]")
@@ -115,6 +115,7 @@ def _tile(size: Any, place: str) -> tuple[int, int]:
 
 def _compressed_codec(quantization: Mapping[str, Any], place: str) -> Codec:
     """Return the codec of compressed-tensors' FP8 in tiles or packed INT4; raise ModelNotSupportedError for its other formats."""
+    # Settings that change weights before they are quantized, each with the key that says how.
     for setting, key in (("transform_config", "config_groups"), ("sparsity_config", "format")):
         found = quantization.get(setting)
         if isinstance(found, Mapping) and found.get(key) not in (None, {}, "dense"):
@@ -124,7 +125,7 @@ def _compressed_codec(quantization: Mapping[str, Any], place: str) -> Codec:
     groups = [each for each in _config_groups(quantization) if isinstance(each.get("weights"), Mapping)]
     codecs = {_group_codec(each["weights"], each.get("format") or quantization.get("format"), place) for each in groups}
     if len(codecs) != 1:
-        kinds = f" ({'; '.join(_scheme(each['weights']) for each in groups)})" if groups else ""
+        kinds = f" ({'; '.join(_describe(each['weights']) for each in groups)})" if groups else ""
         raise ModelNotSupportedError(
             f"{place}: compressed-tensors has {len(groups)} groups of weights{kinds}; {_REMEDY}"
         )
@@ -141,8 +142,8 @@ def _group_codec(weights: Mapping[str, Any], layout: Any, place: str) -> Codec:
     """Return the codec of a group of weights of compressed-tensors, in the layout that its ``format`` names."""
     kind = (weights.get("num_bits"), weights.get("type"), weights.get("strategy"))
     if kind == (8, "float", "block"):
-        return Fp8(_tile(weights.get("block_structure"), place))
-    detail = _scheme(weights)
+        return Fp8(_tile_size(weights.get("block_structure"), place))
+    detail = _describe(weights)
     if kind in ((4, "int", "group"), (4, "int", "channel")):
         size = weights.get("group_size") if kind == (4, "int", "group") else None  # None for whole rows
         obstacle = _int4_obstacle(weights, size, layout)
@@ -170,7 +171,7 @@ def _int4_obstacle(weights: Mapping[str, Any], size: Any, layout: Any) -> str:
     return f", with columns in the actorder {order}" if order not in (None, False, "weight", "static") else ""
 
 
-def _scheme(weights: Mapping[str, Any]) -> str:
+def _describe(weights: Mapping[str, Any]) -> str:
     return f"{weights.get('num_bits')} bits, {weights.get('type')}, by {weights.get('strategy')}"
 
 
@@ -182,16 +183,16 @@ def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[
         ModelNotSupportedError: the format is none that can be decoded.
     """
     codec = matrix_codec(quantization, type(parts.model).__name__)
-    left_out = _patterns(parts, _left_out(parts, quantization))
-    targets = _patterns(parts, _targets(quantization))
+    left_out = _patterns(parts, _names_left_out(parts, quantization))
+    targets = _patterns(parts, _names_of_targets(quantization))
     found: dict[str, Codec] = {}
     for u in range(parts.num_blocks):
         for ref in parts.units[block(u)]:
-            name = ref.name.rpartition(".")[0]
-            if _is_named(name, left_out) or (targets and not _is_named(name, targets)):
+            module = ref.name.rpartition(".")[0]
+            if _is_named(module, left_out) or (targets and not _is_named(module, targets)):
                 continue
-            if (own := _codec_of(ref, codec)) is not None:
-                found[ref.name] = own
+            if (codec_of_ref := _codec_of(ref, codec)) is not None:
+                found[ref.name] = codec_of_ref
     return found
 
 
@@ -204,13 +205,13 @@ def _codec_of(ref: ParamRef, codec: Codec) -> Codec | None:
     return codec if is_linear and not isinstance(codec, Mxfp4) else None
 
 
-def _left_out(parts: ModelParts, quantization: Mapping[str, Any]) -> list[str]:
+def _names_left_out(parts: ModelParts, quantization: Mapping[str, Any]) -> list[str]:
     """Return the names and patterns of modules that are not quantized."""
     names = _texts(quantization.get(key) for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore"))
     return [*names, *(getattr(parts.model, "_keep_in_fp32_modules", None) or ())]
 
 
-def _targets(quantization: Mapping[str, Any]) -> list[str]:
+def _names_of_targets(quantization: Mapping[str, Any]) -> list[str]:
     """Return the names and patterns of the modules that compressed-tensors quantizes; none if these are all linear layers."""
     names = _texts(each.get("targets") for each in _config_groups(quantization))
     return [] if "Linear" in names else names
@@ -222,7 +223,7 @@ def _texts(settings: Iterable[Any]) -> list[str]:
 
 
 def _is_named(module: str, patterns: Mapping[str, re.Pattern[str]]) -> bool:
-    """Return whether a module's name ends with one of some names, or begins with the pattern of one."""
+    """Return whether a module's name ends with one of the given names, or matches the pattern of one from its start."""
     return any(pattern.match(module) or module.endswith(text) for text, pattern in patterns.items())
 
 

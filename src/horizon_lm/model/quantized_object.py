@@ -64,7 +64,7 @@ class _Quantizer(HfQuantizer):
 
 
 def _show_linear(module: nn.Module, config: Any) -> None:
-    """Give a linear layer the class of those that bitsandbytes quantizes, if it is installed, and their settings."""
+    """Give a linear layer the class and the settings of a layer that bitsandbytes has quantized, if that package is installed."""
     shown = _linear_class()
     if shown is not None and type(module) is nn.Linear:
         module.__class__ = shown
@@ -75,11 +75,11 @@ def _show_linear(module: nn.Module, config: Any) -> None:
 
 @cache
 def _linear_class() -> Any:
-    """Return a subclass of bitsandbytes' linear layer that computes as torch's, on decoded weights; None if it is not installed."""
+    """Return a subclass of bitsandbytes' linear layer that computes as torch's, on decoded weights; None if bitsandbytes is missing."""
     try:
         with without_bitsandbytes_messages():
             from bitsandbytes.nn import Linear4bit
     except ImportError:
         return None
-    own = {"forward": nn.Linear.forward, "_save_to_state_dict": nn.Linear._save_to_state_dict}
-    return type("Linear4bit", (Linear4bit,), own | {"__module__": Linear4bit.__module__})
+    overrides = {"forward": nn.Linear.forward, "_save_to_state_dict": nn.Linear._save_to_state_dict}
+    return type("Linear4bit", (Linear4bit,), overrides | {"__module__": Linear4bit.__module__})

@@ -80,14 +80,14 @@ def experts_per_token(config: Any) -> int | None:
 
 def expert_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what experts are called with: hidden states (N, H), experts of each token (N, K), and their weights (N, K)."""
-    found = list(args)
+    arguments = list(args)
     for names in _ARGUMENTS[len(args) :]:  # the arguments that are given by name
-        found += [kwargs[name] for name in names if name in kwargs]
-    hidden, ids, weights = found
+        arguments += [kwargs[name] for name in names if name in kwargs]
+    hidden, ids, weights = arguments
     return hidden, ids, weights
 
 
-# The names of each argument, in the order of arguments.
+# The names that models use for each argument, in the order of arguments.
 _ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
 
 
@@ -137,9 +137,9 @@ def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int)
     for attribute, weight in module.named_parameters(recurse=False):
         name = f"{path}.{attribute}"
         codec = parts.codecs.get(f"{parts.block_names[index]}.{name}")
-        if weight.ndim > 1 and weight.shape[0] == count and isinstance(codec, _IN_PARTS):
+        if weight.ndim > 1 and weight.shape[0] == count and isinstance(codec, _DIVISIBLE):
             names.append(name)
-    # PEFT adapts a tensor (E, O) as a matrix of all experts.
+    # PEFT adapts a tensor (E, O) as a single matrix, which has no parts of experts.
     if not names or any(each.num_experts != count for each in wrappers_of(block, path)):
         return None
     have_more = len(names) < len(list(module.parameters()))
@@ -154,7 +154,7 @@ def find_divisible_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
     return {index: experts for index, experts in find_experts(parts).items() if not experts.have_more}
 
 
-_IN_PARTS = (Stack, Mxfp4, type(None))  # codecs of which one expert can be decoded by itself
+_DIVISIBLE = (Stack, Mxfp4, type(None))  # codecs of which one expert can be decoded by itself
 
 
 def _is_of_interface(module: nn.Module) -> bool:

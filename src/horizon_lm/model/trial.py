@@ -33,11 +33,11 @@ def answering(answers: Mapping[nn.Module, Answer]) -> Iterator[None]:
         with suppress(TrialDoneError):
             yield
     finally:
-        for module, own in before.items():
-            if own is None:
+        for module, instance_forward in before.items():
+            if instance_forward is None:
                 del module.forward
             else:
-                module.forward = own  # type: ignore[method-assign]
+                module.forward = instance_forward  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def trial(answers: Mapping[nn.Module, Answer], weights: Iterable[Place] = ()) ->
 
 
 def answers_of(blocks: Iterable[nn.Module], answer: Answer) -> dict[nn.Module, Answer]:
-    """Return answers of blocks by a function that takes the index of a block before its arguments."""
+    """Return answers for blocks that call one function, with the index of the block before its arguments."""
 
     def of_block(index: int) -> Answer:
         # A plain function, because a deep copy of a module also copies whatever a bound method or a partial function refers to.

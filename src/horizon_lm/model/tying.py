@@ -15,8 +15,8 @@ def declare_untied(config: Any) -> None:
 
 
 def true_config(model: Any) -> Any:
-    """Return a copy of a model's config, for its decoded weights. It declares nothing tied if the model has two parameters where its
-    config ties one.
+    """Return a copy of a model's config, for its decoded weights. If the model has two parameters where its config ties
+    one, the copy declares nothing tied.
     """
     config = copy.deepcopy(model.config)
     take_quantization(config)

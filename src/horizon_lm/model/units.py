@@ -25,9 +25,9 @@ def find_parts(model: Any) -> ModelParts:
     """
     name = type(model).__name__
     head, classifies = _find_head(name, model)
-    prefix, found = _find_blocks(model, model.get_decoder())
+    prefix, block_list = _find_blocks(model, model.get_decoder())
     decoder = model.get_submodule(prefix.rpartition(".")[0])
-    blocks = {f"{prefix}.{index}": module for index, module in enumerate(found)}
+    blocks = {f"{prefix}.{index}": module for index, module in enumerate(block_list)}
     _reject_cross_layer_state(name, model)
     embed = model.get_input_embeddings()
     final_norm = next((m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _is_norm(m)), None)
@@ -39,7 +39,7 @@ def find_parts(model: Any) -> ModelParts:
     units, adapters = _find_units(name, model, list(blocks.values()), embed, tables, head, tied, adapted)
     if len(units[EMBED]) != 1 or (tables[0], "weight") not in units[EMBED][0].places:
         raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
-    _reject_encoder(name, model, found)
+    _reject_encoder(name, model, block_list)
     if tied and units[HEAD]:
         raise ModelNotSupportedError(
             f"{name}: PEFT trains a copy of the head, or adapters of it, and ties it to the embedding; leave ensure_weight_tying out"
@@ -118,7 +118,7 @@ def _find_units(
     adapted: set[int],
 ) -> tuple[dict[Unit, list[ParamRef]], dict[int, frozenset[str]]]:  # fmt: skip
     """Return the parameters by unit, in the order of the model, and the names of adapters in each block, as in `ModelParts`."""
-    # The unit of each module, by identity. A later line overrides earlier ones: a module may be in several of these.
+    # The unit of each module, by identity. A later line overrides earlier ones, because a module may be in several units.
     owner: dict[int, Unit] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
     if adapted:
         _reject_shared_modules(name, model, blocks, owner)
@@ -194,11 +194,11 @@ def _find_in_float32(model: Any, units: Mapping[Unit, list[ParamRef]], adapted: 
     """
     without_tables = [refs for unit, refs in units.items() if unit not in (EMBED, IDLE)]
     refs = [ref for of_unit in without_tables for ref in of_unit if id(ref.param) not in adapted]
-    # Looked up by their names without PEFT, which are those that transformers' rules are about.
+    # Looked up by their names without PEFT, which transformers' rules expect.
     names = {ref.name.replace(".base_layer.", "."): ref.name for ref in refs if ref.param.dtype == torch.float32}
     kept = kept_in_float32(model, names, torch.bfloat16)
     others = names.keys() - kept
-    # If all weights are in float32, the whole model was opened so, and those that its code creates in float32 are no exception.
+    # If all weights are in float32, the whole model was opened so, and the weights that its code creates in float32 are no exception.
     if others and any(ref.param.dtype != torch.float32 for ref in refs):
         kept |= created_in_float32(model, others)
     return frozenset(names[name] for name in kept)
@@ -211,7 +211,7 @@ def _reject_shared_modules(name: str, model: Any, blocks: Sequence[nn.Module], o
         id(module)
         for unit, module in inside
         if owner[id(module)] != unit and any(param is not None for param in module._parameters.values())
-    }  # `owner` has the last block of each
+    }  # `owner` has the last of the blocks that a module is in
     paths = [path for path, module in model.named_modules() if id(module) in shared]
     if paths:
         raise ModelNotSupportedError(
@@ -221,7 +221,7 @@ def _reject_shared_modules(name: str, model: Any, blocks: Sequence[nn.Module], o
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name of the list of decoder blocks, and the list: found by the classes of its entries, its length, or its place."""
+    """Return the name of the list of decoder blocks, and the list. It is found by the classes of its entries, its length, or its place."""
     name = type(model).__name__
     layers: Any = getattr(decoder, "layers", None)
     if layers is not None and len(layers) == 0:
@@ -258,7 +258,7 @@ def _reject_cross_layer_state(name: str, model: Any) -> None:
 def _reject_encoder(name: str, model: Any, blocks: nn.ModuleList) -> None:
     """Raise ModelNotSupportedError for a model in which tokens attend to later ones, such as a BERT as it is published."""
     # Configs of some decoders have the setting, too, but the code of their blocks does not read it.
-    if getattr(model.config.get_text_config(), "is_decoder", True) or not _reads(blocks[0], "is_decoder"):
+    if getattr(model.config.get_text_config(), "is_decoder", True) or not _code_reads(blocks[0], "is_decoder"):
         return
     raise ModelNotSupportedError(
         f"{name} is an encoder (is_decoder is false in its config): each token sees the later ones that it would learn to predict. Load a "
@@ -266,7 +266,7 @@ def _reject_encoder(name: str, model: Any, blocks: nn.ModuleList) -> None:
     )
 
 
-def _reads(block: nn.Module, name: str) -> bool:
+def _code_reads(block: nn.Module, name: str) -> bool:
     """Return whether the code of a block or of a part of it uses an attribute of this name."""
     classes = {cls for module in block.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
     functions = [inspect.unwrap(each) for cls in classes for each in vars(cls).values() if inspect.isfunction(each)]

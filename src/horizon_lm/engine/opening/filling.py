@@ -89,9 +89,9 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     The memory of ``store``, which has the weights of ``base``, goes over to the store of the adapted model.
     """
     mesh = settings.device_mesh
-    if mesh.size > 1 and adapters.copies_weights:
+    if mesh.size > 1 and adapters.setting_that_copies:
         raise ConfigError(
-            f"{adapters.copies_weights} is not supported with several processes: the new values are computed from weights, of which "
+            f"{adapters.setting_that_copies} is not supported with several processes: the new values are computed from weights, of which "
             "each process has a part; add the adapters with one process, save them, and open their folder"
         )
     model = adapters.add_to(base.model, draw=True)

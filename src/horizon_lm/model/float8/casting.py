@@ -1,7 +1,7 @@
 """Cast the rows of matrices to FP8, and multiply what is cast.
 
 Every row has a scale of its own, a power of two: the smallest with which the row's largest value fits. Multiplying by it rounds
-nothing, so a cast rounds each value once, to the 4 significant bits of e4m3. They follow torchao's recipe `rowwise`.
+nothing, so a cast rounds each value once, to the 4 significant bits of e4m3. Casts follow torchao's recipe `rowwise`.
 """
 
 from collections.abc import Iterator
@@ -42,8 +42,8 @@ class CastRows(NamedTuple):
 def cast_rows(matrix: torch.Tensor) -> CastRows:
     """Return a matrix (R, K) in FP8. A row with a value that is not finite has products that are not finite."""
     largest = torch.linalg.vector_norm(matrix, float("inf"), -1, keepdim=True).float()
-    # The exponent's bits of each scale, from those of the largest value, because a logarithm would round. At least 1, because a scale of
-    # 0 has no reciprocal. Rows that are not finite get an infinite scale; the comparison is false for NaN, too.
+    # The exponent's bits of each scale, from the bits of the largest value, because a logarithm would round. At least 1, because a scale
+    # of 0 has no reciprocal. Rows that are not finite get an infinite scale; the comparison is false for NaN, too.
     exponent = ((largest.view(torch.int32) + _LARGER_MANTISSA) >> _MANTISSA_BITS) - _MAX_EXPONENT
     exponent = torch.where(largest < float("inf"), exponent.clamp(min=1), _NOT_FINITE)
     scales = (exponent << _MANTISSA_BITS).view(torch.float32)
@@ -59,8 +59,8 @@ def multiply(left: CastRows, right: CastRows, dtype: torch.dtype) -> torch.Tenso
     (fast accumulation), as in torchao's recipe for outputs.
     """
     scales = left.scales, right.scales.t()
-    of_kernel = _dtype_of_kernel(left, dtype)
-    product = torch._scaled_mm(left.codes, right.codes.t(), *scales, out_dtype=of_kernel, use_fast_accum=True)
+    kernel_dtype = _dtype_of_kernel(left, dtype)
+    product = torch._scaled_mm(left.codes, right.codes.t(), *scales, out_dtype=kernel_dtype, use_fast_accum=True)
     return product.to(dtype)
 
 
@@ -76,9 +76,9 @@ def multiply_and_scale(left: CastRows, right: CastRows, dtype: torch.dtype) -> t
     A GPU's kernels with a scale for each row are slow without fast accumulation, so the result is scaled, which rounds nothing: scales are
     powers of two.
     """
-    one, of_kernel = left.scales.new_ones(()), _dtype_of_kernel(left, dtype)
-    product = torch._scaled_mm(left.codes, right.codes.t(), one, one, out_dtype=of_kernel)
-    return (product * left.scales.to(of_kernel) * right.scales.t().to(of_kernel)).to(dtype)
+    one, kernel_dtype = left.scales.new_ones(()), _dtype_of_kernel(left, dtype)
+    product = torch._scaled_mm(left.codes, right.codes.t(), one, one, out_dtype=kernel_dtype)
+    return (product * left.scales.to(kernel_dtype) * right.scales.t().to(kernel_dtype)).to(dtype)
 
 
 def _dtype_of_kernel(cast: CastRows, dtype: torch.dtype) -> torch.dtype:

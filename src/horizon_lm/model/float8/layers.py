@@ -42,7 +42,7 @@ def use_float8(parts: ModelParts, blocks: Iterable[tuple[int, nn.Module]]) -> No
     Raises:
         ModelNotSupportedError: no layer is suitable.
     """
-    found = {index: _find(parts, index, each) for index, each in blocks}
+    found = {index: _find_layers(parts, index, each) for index, each in blocks}
     for layers in found.values():
         for layer in layers.suitable.values():
             # A bound method, so that a copy of the block has its own.
@@ -62,7 +62,7 @@ def use_float8(parts: ModelParts, blocks: Iterable[tuple[int, nn.Module]]) -> No
         )
 
 
-def _find(parts: ModelParts, index: int, block: nn.Module) -> _Layers:
+def _find_layers(parts: ModelParts, index: int, block: nn.Module) -> _Layers:
     """Return the linear layers of a block that are neither routers nor adapters."""
     experts = num_experts(parts.model.config.get_text_config())
     adapters = parts.adapters.get(index, frozenset())
@@ -72,7 +72,7 @@ def _find(parts: ModelParts, index: int, block: nn.Module) -> _Layers:
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear)
         and is_plain(module)
-        and module.out_features != experts
+        and module.out_features != experts  # a router has an output for each expert
         and f"{prefix}{name}.weight" not in adapters
     }
     suitable = {name: each for name, each in layers.items() if _is_even(each)}
@@ -81,8 +81,8 @@ def _find(parts: ModelParts, index: int, block: nn.Module) -> _Layers:
 
 def is_plain(layer: nn.Linear) -> bool:
     """Return whether a layer computes as `torch.nn.Linear` does, or in FP8."""
-    own = layer.__dict__.get("forward")
-    return type(layer).forward is nn.Linear.forward and (own is None or is_float8(layer))
+    instance_forward = layer.__dict__.get("forward")
+    return type(layer).forward is nn.Linear.forward and (instance_forward is None or is_float8(layer))
 
 
 def _is_even(layer: nn.Linear) -> bool:

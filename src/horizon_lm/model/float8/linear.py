@@ -18,9 +18,9 @@ def compute(layer: nn.Linear, cast: CastWeight, inputs: torch.Tensor) -> torch.T
     device = inputs.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         inputs = inputs.to(torch.get_autocast_dtype(device))
-    rows = inputs.reshape(-1, layer.in_features)
+    flat_inputs = inputs.reshape(-1, layer.in_features)
     columns = (None, None) if cast.columns is None else cast.columns
-    output = _Product.apply(rows, layer.weight, *cast.rows, *columns, layer.weight.requires_grad)
+    output = _Product.apply(flat_inputs, layer.weight, *cast.rows, *columns, layer.weight.requires_grad)
     if not torch.compiler.is_compiling() and not output.requires_grad:
         require_computed(output)  # code may read what has no gradient in ways that `LazyProducts` does not see
     output = output.view(*inputs.shape[:-1], layer.out_features)

@@ -292,8 +292,8 @@ def mesh_shape(config: RunConfig, world: int, local: int) -> tuple[int, int]:
 def reject_unsupported(config: RunConfig, world: int) -> None:
     """Raise ConfigError for a setting that several processes do not support yet."""
     adapters = Adapters.of(config)
-    if adapters is not None and adapters.copies_weights:
-        name = adapters.copies_weights
+    if adapters is not None and adapters.setting_that_copies:
+        name = adapters.setting_that_copies
         remedy = "save such adapters with one process, and go on with them (adapter_name_or_path)"
     elif config.check_gradients:
         name, remedy = "check_gradients", "check with one process"
