@@ -15,7 +15,7 @@ _DONE = ""
 
 @contextmanager
 def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
-    """Context manager of the first rank: let it read whole units (`Store.whole`). The other ranks call `lend` meanwhile.
+    """Context manager: let the first rank read whole units (`Store.whole`), while the other ranks call `lend`.
 
     All ranks must have agreed that they are at the same place. The first rank broadcasts the name of each unit that it wants, and at the
     end `_DONE` and its error, which is an empty text if it has not failed.
@@ -71,7 +71,7 @@ def _cut_tensors(store: Store, unit: Unit) -> Iterator[tuple[torch.Tensor, list[
 
 @contextmanager
 def sharing(mesh: Mesh, store: Store, unit: Unit) -> Iterator[None]:
-    """Context manager of all ranks: let each read a whole unit. Each rank holds all of it until the end, and then its own range again."""
+    """Context manager that all ranks enter: let each read a whole unit. At the end, each keeps only its own range in memory."""
     mesh.exchange(f"the reading of {unit}", None)
     for tensor, cuts in _cut_tensors(store, unit):
         for rank in range(store.shard.count):
@@ -81,12 +81,12 @@ def sharing(mesh: Mesh, store: Store, unit: Unit) -> Iterator[None]:
     try:
         yield
     finally:
-        store.forget_others(unit)
+        store.release_others(unit)
 
 
 @contextmanager
 def sharing_moved(mesh: Mesh, store: Store, old: Store, old_names: Mapping[str, str]) -> Iterator[None]:
-    """Context manager of all ranks: let each read the units of an old store with weights that a new one has elsewhere.
+    """Context manager that all ranks enter: let each read the units of an old store whose weights a new store keeps in other memory.
 
     Args:
         mesh: the ranks.

@@ -26,7 +26,7 @@ class Store:
         shapes: shapes of each unit's tensors, by full parameter name. A tied tensor appears once.
         precision: storage mode.
         frozen: units that are never trained, and have no low halves.
-        kept: slabs whose memory is kept, by name, with the same tensors under other names.
+        kept: slabs of an earlier store that have the same tensors, under other names: the new slabs of these names use their memory.
         codecs: the codecs of quantized tensors, all of frozen units, by full parameter name.
         shard: the range of each slab that this rank owns.
         in_float32: full names of the tensors that are kept in float32, in slabs of their own.
@@ -74,7 +74,7 @@ class Store:
         return [slab for slabs in self.units.values() for slab in slabs.of_weights]
 
     def _allocate_weights(self, kept: Mapping[str, Slab]) -> None:
-        """Allocate the weights of all slabs but those whose memory is kept."""
+        """Allocate the weights of all slabs, except that those in ``kept`` are taken over."""
         # The outer parameters have arenas of their own, because they alone grow when adapters are added.
         for units in ([unit for unit in self.units if unit != OUTER], [unit for unit in self.units if unit == OUTER]):
             trained = {self.units[unit].plain.name for unit in units if unit not in self.frozen}
@@ -141,8 +141,8 @@ class Store:
             if [old_names.get(name) for name in new.layout] == list(old.layout)
         }
         store = Store(shapes, precision, frozen, kept, codecs, self.shard, in_float32)
-        for own, new in ((self.source_dtypes, store.source_dtypes), (self.decoded_dtypes, store.decoded_dtypes)):
-            new.update({name: own[old] for name, old in old_names.items() if old in own})
+        for dtypes, copied in ((self.source_dtypes, store.source_dtypes), (self.decoded_dtypes, store.decoded_dtypes)):
+            copied.update({name: dtypes[old] for name, old in old_names.items() if old in dtypes})
         store.source_buffers = self.source_buffers
         return store
 
@@ -153,8 +153,8 @@ class Store:
     def allocate_grads(self, trainable: Iterable[str], units: Collection[Unit]) -> None:
         """Allocate gradient slabs of these units for these parameters, given by full name.
 
-        Units whose gradients are not kept get a layout of gradients all the same. Slots and moments are made by these layouts, so this can
-        be called only once.
+        The gradients of all units are laid out, also where they get no memory. Slots and moments are made by these layouts, so this can be
+        called only once.
 
         Raises:
             StreamingError: a parameter belongs to a frozen unit.
@@ -168,14 +168,14 @@ class Store:
                 )
         for slabs in self.units.values():
             slabs.lay_out_grads(trainable)
-        kept = [slabs.of_weights for unit, slabs in self.units.items() if unit in units]
-        for of_storage in zip(*kept, strict=True):
+        slabs_of_units = [slabs.of_weights for unit, slabs in self.units.items() if unit in units]
+        for of_storage in zip(*slabs_of_units, strict=True):
             dtype = of_storage[0].grads.dtype
             arena = self.new_arena([slab.grad_layout.numel for slab in of_storage], dtype)
             for slab in of_storage:
                 slab.grads = arena.take(slab.grad_layout.numel, dtype, slab.own_grads)
         self.num_bytes["grads"] = sum(
-            slab.own_grad_bytes(slab.grads.element_size()) for slabs in kept for slab in slabs
+            slab.own_grad_bytes(slab.grads.element_size()) for slabs in slabs_of_units for slab in slabs
         )
         self.has_grads = True
 
@@ -190,7 +190,7 @@ class Store:
 
     @contextmanager
     def whole(self, unit: Unit) -> Iterator[None]:
-        """Context manager: read a whole unit, of which other ranks own parts. Afterwards their memory is given back.
+        """Context manager: let the caller read a whole unit. Fetch the parts of other ranks, and release their memory at the end.
 
         Raises:
             StreamingError: other ranks own parts, and nobody fetches them.
@@ -206,16 +206,16 @@ class Store:
         try:
             yield
         finally:
-            self.forget_others(unit)
+            self.release_others(unit)
 
-    def forget_others(self, unit: Unit) -> None:
-        """Give back the memory of the ranges of a unit that other ranks own, which were read."""
+    def release_others(self, unit: Unit) -> None:
+        """Release the memory of the ranges of a unit that other ranks own, once they were read."""
         for slab in self.units[unit].all:
-            slab.forget_others()
+            slab.release_others()
 
     @property
     def written_dtype(self) -> torch.dtype | None:
-        """The dtype in which all weights are written unless another one is chosen; None for that of each source."""
+        """The dtype in which weights are written to files by default; None to write each in the dtype of the file it was read from."""
         return torch.float32 if self.precision.weight_dtype == torch.float32 else None
 
     def shape(self, name: str) -> torch.Size:
@@ -232,7 +232,7 @@ class Store:
         return self.codecs[name].decode(self.packed(name), out, self.decoded_dtype(name))
 
     def decoded_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that decoded values are rounded to: that of the weights that were quantized."""
+        """Return the dtype that decoded values are rounded to: the dtype that the weights had before they were quantized."""
         return self.decoded_dtypes.get(name, self.precision.weight_dtype)
 
     def packed(self, name: str) -> torch.Tensor:
@@ -247,15 +247,15 @@ class Store:
 
     @contextmanager
     def packing(self, name: str) -> Iterator[torch.Tensor]:
-        """Context manager: yield memory for all bytes of a quantized parameter. On leaving, each of several ranks keeps its part."""
-        kept = self.packed(name)
+        """Context manager: yield memory in which to write all bytes of a quantized parameter. At the end, each rank keeps its part."""
+        in_slab = self.packed(name)
         if self.shard.is_whole:
-            yield kept
+            yield in_slab
             return
-        packed = torch.zeros_like(kept)  # zeros, because the bytes between components are hashed, too
+        packed = torch.zeros_like(in_slab)  # zeros, because the bytes between components are hashed, too
         yield packed
-        own = self._own_part(name)[1]
-        kept[own] = packed[own]
+        own_bytes = self._own_part(name)[1]
+        in_slab[own_bytes] = packed[own_bytes]
 
     def weight(self, name: str) -> torch.Tensor:
         """Return a parameter as it is streamed, without its low half: its part of the slab, as a tensor with a separate storage.
@@ -293,14 +293,14 @@ class Store:
                 with self.packing(name) as packed:
                     self.codecs[name].encode(source, packed)
             return
-        slab, (part, own) = self._slab_of[name], self._own_part(name, first_row)
-        target, source = slab.weights[part], source.reshape(-1)[own]
+        slab, (in_slab, in_source) = self._slab_of[name], self._own_part(name, first_row)
+        target, source = slab.weights[in_slab], source.reshape(-1)[in_source]
         if slab.low is not None and source.dtype != target.dtype:
-            split_master(source.float().contiguous(), target, slab.low[part])
+            split_master(source.float().contiguous(), target, slab.low[in_slab])
             return
         target.copy_(source)
         if slab.low is not None:
-            slab.low[part].zero_()
+            slab.low[in_slab].zero_()
 
     def holds(self, name: str, source: torch.Tensor, first_row: int = 0) -> bool:
         """Return whether this rank's part of a parameter has these values, up to the rounding of its precision.
@@ -308,15 +308,16 @@ class Store:
         Args:
             name, source, first_row: as in `write`.
         """
-        slab, (part, own) = self._slab_of[name], self._own_part(name, first_row)
-        weights, source = slab.weights[part], source.reshape(-1)[own]
+        slab, (in_slab, in_source) = self._slab_of[name], self._own_part(name, first_row)
+        weights, source = slab.weights[in_slab], source.reshape(-1)[in_source]
         if slab.low is None:
             return torch.equal(weights, source.to(weights.dtype))
-        return torch.equal(join_master(weights, slab.low[part]), source.float())
+        return torch.equal(join_master(weights, slab.low[in_slab]), source.float())
 
     def rows_to_read(self, name: str) -> slice | None:
-        """Return the rows of a parameter that this rank has to read: those of its part, or if it has none, a single one that shows the dtype;
-        None for all rows.
+        """Return the rows of a parameter that this rank has to read; None for all.
+
+        A rank that owns no part of it reads a single row, which shows the dtype.
         """
         shape = self.shape(name)
         if self.shard.is_whole or not shape:
@@ -324,18 +325,18 @@ class Store:
         if name in self.codecs:  # scales may depend on all values
             return None if self.owns(name) else slice(0, 1)
         num_rows, width = shape[0], math.prod(shape[1:])
-        _, own = self._own_part(name)
-        first = min(own.start // width, num_rows - 1)
-        return slice(first, max(first + 1, -(-own.stop // width)))
+        _, own_elements = self._own_part(name)
+        first = min(own_elements.start // width, num_rows - 1)
+        return slice(first, max(first + 1, -(-own_elements.stop // width)))
 
     def _own_part(self, name: str, first_row: int = 0) -> tuple[slice, slice]:
-        """Return the part of a parameter that this rank owns, in elements or in bytes of codes: as a range of the slab, and as a range of the
-        flattened parameter without the rows before ``first_row``.
+        """Return the part of a parameter that this rank owns, in elements or in bytes of codes, as two ranges: of the slab, and of the
+        flattened rows of the parameter from ``first_row`` on.
         """
         slab = self._slab_of[name]
-        entry, part = slab.layout.entries[name], slab.layout.part_of(name, slab.own)
+        entry, in_slab = slab.layout.entries[name], slab.layout.part_of(name, slab.own)
         start_of_row = entry.offset + first_row * math.prod(entry.shape[1:])
-        return part, slice(part.start - start_of_row, part.stop - start_of_row)
+        return in_slab, slice(in_slab.start - start_of_row, in_slab.stop - start_of_row)
 
     def weights_changed(self, blocks: bool = True) -> None:
         """Record that the weights are new, or will be once the pending updates are done.

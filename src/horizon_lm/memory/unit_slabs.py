@@ -1,4 +1,7 @@
-"""One slab in host memory: the tensors of a unit that have one storage, with their low halves and gradients."""
+"""The slabs of a unit in host memory: `UnitSlabs`, a `UnitLayout` whose storages are allocated slabs, and `Slab`.
+
+Moments are no part of them: `layout.moments` lays them out, and `optim.moments` allocates them.
+"""
 
 from collections.abc import Sequence
 
@@ -26,7 +29,7 @@ class Slab(StorageLayout):
         unit, storage, layout, shard, row: as in `StorageLayout`. What other ranks own has addresses, but no memory.
 
     Attributes:
-        precision: the storage mode of the weights. That of codes is not used.
+        precision: the storage mode of the weights; not used for codes.
         dtype: the dtype of the values.
         weights: the values, 1-D: weights without their low halves, or codes as bytes.
         low: the low halves of ``weights``, if the slab has them.
@@ -39,7 +42,7 @@ class Slab(StorageLayout):
         super().__init__(unit, storage, layout, shard, row)
         self.precision = PRECISIONS["float32"] if storage == FLOAT32 else precision
         self.dtype = torch.uint8 if storage == PACKED else self.precision.weight_dtype
-        # No memory yet: `Store` sets these, or `take_over`. Each slab begins at byte ``start`` of its arena.
+        # No memory yet: `Store` allocates it, or `take_over` sets it. The weights begin at byte ``start`` of their arena.
         self.arena = self.low_arena = _NO_MEMORY
         self.start = self.low_start = 0
         self.weights = torch.empty(0, dtype=self.dtype)
@@ -52,7 +55,7 @@ class Slab(StorageLayout):
         return self.precision.low_half and self.storage != PACKED
 
     def take_over(self, other: "Slab") -> None:
-        """Use the memory of another slab with the same layout."""
+        """Use the weights and low halves of another slab with the same layout, which lie in its arenas."""
         self.arena, self.start, self.weights = other.arena, other.start, other.weights
         self.low_arena, self.low_start, self.low = other.low_arena, other.low_start, other.low
 
@@ -60,7 +63,7 @@ class Slab(StorageLayout):
         """Return the weights and their low halves, both of which are cut at ``cuts``."""
         return [self.weights] if self.low is None else [self.weights, self.low]
 
-    def forget_others(self) -> None:
+    def release_others(self) -> None:
         """Give the memory outside of this rank's range back to the system. Reading the ranges of other ranks has filled it."""
         for values, arena, start in (
             (self.weights, self.arena, self.start),
@@ -68,11 +71,11 @@ class Slab(StorageLayout):
         ):
             if values is not None:
                 size = values.element_size()
-                arena.forget(start, start + self.own.start * size)
-                arena.forget(start + self.own.stop * size, start + values.numel() * size)
+                arena.release(start, start + self.own.start * size)
+                arena.release(start + self.own.stop * size, start + values.numel() * size)
 
     def row_cuts(self, rows: torch.Tensor) -> list[int]:
-        """Return the places at which sorted rows (R,) of a table are cut between the ranks."""
+        """Return the places at which the ranks cut a list of sorted rows (R,) of a table."""
         bounds = torch.tensor([cut // (self.row or 1) for cut in self.cuts])
         return [int(place) for place in torch.searchsorted(rows, bounds)]
 

@@ -35,7 +35,7 @@ class Part:
     Attributes:
         start, stop: its elements in the flattened tensor.
         shape: its shape.
-        rows: its rows in each component; a tuple indexes the first dimensions.
+        rows: its rows in each component, by name; a tuple has a slice for each of the first dimensions.
     """
 
     start: int
@@ -64,7 +64,7 @@ class Codec(ABC):
         """Cut a tensor into parts of at most ``max_bytes`` packed bytes, or as small as the format allows."""
 
     def joins(self, heights: Sequence[int]) -> bool:
-        """Return whether matrices of these heights may be joined, one below the other, by joining their components by rows."""
+        """Return whether matrices of these heights can be packed as one, one below the other, by joining their components by rows."""
         return False
 
     def num_bytes(self, shape: Sequence[int]) -> int:
@@ -73,11 +73,11 @@ class Codec(ABC):
 
     def starts(self, shape: Sequence[int]) -> dict[str, int]:
         """Return the byte of a packed tensor at which each component begins."""
-        found, start = {}, 0
+        starts, end = {}, 0
         for name, each in self.components(shape).items():
-            found[name] = start
-            start += _aligned(each.num_bytes)
-        return found
+            starts[name] = end
+            end += _aligned(each.num_bytes)
+        return starts
 
     def views(self, packed: torch.Tensor, shape: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return the components of a packed tensor, as views of its bytes."""
@@ -96,13 +96,13 @@ class Codec(ABC):
         for name, place in self.views(packed, shape).items():
             if name not in components:
                 raise ConfigError(f"{name} is missing")
-            found = components[name]
-            if found.dtype != place.dtype or found.numel() != place.numel():
+            given = components[name]
+            if given.dtype != place.dtype or given.numel() != place.numel():
                 raise ConfigError(
-                    f"{name} is {_name(found.dtype)} of shape {tuple(found.shape)}, but {_name(place.dtype)} of shape "
+                    f"{name} is {_name(given.dtype)} of shape {tuple(given.shape)}, but {_name(place.dtype)} of shape "
                     f"{tuple(place.shape)} is needed"
                 )
-            place.copy_(found.reshape(place.shape))
+            place.copy_(given.reshape(place.shape))
 
     def encode(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
         """Quantize a weight into its bytes."""
@@ -114,7 +114,7 @@ class Codec(ABC):
         Args:
             packed: codes and scales, 1-D uint8.
             out: the decoded tensor.
-            dtype: dtype that values are rounded to before that of ``out``; None for that of ``out`` alone.
+            dtype: dtype that values are rounded to first, before the dtype of ``out``; None to round once.
         """
         for components, place in self.cut(packed, out, _AT_ONCE):
             self.decode_part(components, place, dtype or out.dtype)
@@ -123,11 +123,11 @@ class Codec(ABC):
     def cut(
         self, packed: torch.Tensor, out: torch.Tensor, max_bytes: int
     ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Yield the components of each part of at most ``max_bytes``, and its place in ``out``, which has the tensor's shape."""
+        """Yield views of each part of at most ``max_bytes``: of its components, and of its place in ``out``, of the tensor's shape."""
         components, flat = self.views(packed, out.shape), out.view(-1)
         for part in self.parts(out.shape, max_bytes):
-            held = {name: components[name][rows] for name, rows in part.rows.items()}
-            yield held, flat[part.start : part.stop].view(part.shape)
+            of_part = {name: components[name][rows] for name, rows in part.rows.items()}
+            yield of_part, flat[part.start : part.stop].view(part.shape)
 
     def decode_part(self, components: Mapping[str, torch.Tensor], out: torch.Tensor, dtype: torch.dtype) -> None:
         """Decode the components of a part into ``out``, after rounding to ``dtype``."""

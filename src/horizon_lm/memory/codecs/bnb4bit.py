@@ -16,7 +16,7 @@ from horizon_lm.memory.codecs.base import Codec, Component, Part
 
 _NESTED_BLOCK = 256  # scales that share one scale
 _AT_ONCE = 1 << 22  # elements that are quantized at once
-_HALF_OF_STEPS = 32767.5
+_HALF_OF_STEPS = 32767.5  # half of the distance between the first and the last of 65,536 steps
 
 # Quantiles of a normal distribution (QLoRA, appendix E), and the values of a sign, two exponent bits and one mantissa bit.
 TABLES = {
@@ -98,10 +98,10 @@ class Bnb4Bit(Codec):
         flat, scales_of_parts = weight.reshape(-1), []
         step = self.blocksize * (_AT_ONCE // self.blocksize)
         for start in range(0, flat.numel(), step):  # a quantized copy of the whole would take 20 bytes an element
-            codes, part = _quantize(flat[start : start + step].float(), table, self.blocksize)
+            codes, scales_of_part = _quantize(flat[start : start + step].float(), table, self.blocksize)
             codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
             components["weight"][start // 2 : (start + step) // 2].copy_(codes[:, 0] << 4 | codes[:, 1])
-            scales_of_parts.append(part)
+            scales_of_parts.append(scales_of_part)
         scales = torch.cat(scales_of_parts)
         if self.nested:
             _quantize_scales(scales, components)
@@ -122,9 +122,8 @@ def _quantize_scales(scales: torch.Tensor, components: Mapping[str, torch.Tensor
 def _quantize(
     values: torch.Tensor, table: torch.Tensor, blocksize: int, in_steps: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide each value by the scale of its block, its largest magnitude. Return the codes of the nearest table entries, and the scales.
-
-    ``in_steps``: values are rounded to one of 65,536 steps first, as bitsandbytes does for 8-bit codes.
+    """Return the code of each value, and the scale of each block of values: its largest magnitude. A code is the index of the table entry
+    nearest to the value divided by its scale; with ``in_steps`` that quotient is rounded to one of 65,536 steps first, as in bitsandbytes.
     """
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % blocksize)).view(-1, blocksize)
     scales = blocks.abs().amax(dim=1)
@@ -132,8 +131,8 @@ def _quantize(
     if in_steps:
         scaled = ((scaled + 1.0) * _HALF_OF_STEPS + 0.5).floor_() / _HALF_OF_STEPS - 1.0
     ordered, order = table.sort(stable=True)
-    middles = (ordered[1:] + ordered[:-1]) / 2
-    return order[torch.bucketize(scaled, middles)].to(torch.uint8).view(-1)[: values.numel()], scales
+    middles_of_entries = (ordered[1:] + ordered[:-1]) / 2
+    return order[torch.bucketize(scaled, middles_of_entries)].to(torch.uint8).view(-1)[: values.numel()], scales
 
 
 def dynamic_table() -> torch.Tensor:

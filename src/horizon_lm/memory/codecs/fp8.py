@@ -43,11 +43,11 @@ class Fp8(Codec):
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
         """Cut a matrix between rows of tiles, each of which has its scales to itself."""
-        (height, width), rows = shape, self.tile[0]
-        for tiles in pieces(-(-height // rows), max(1, max_bytes // self.num_bytes((rows, width)))):
-            top, bottom = tiles.start * rows, min(height, tiles.stop * rows)
-            taken = {"weight": slice(top, bottom), "weight_scale_inv": tiles}
-            yield Part(top * width, bottom * width, torch.Size((bottom - top, width)), taken)
+        (height, width), tile_rows = shape, self.tile[0]
+        for tiles in pieces(-(-height // tile_rows), max(1, max_bytes // self.num_bytes((tile_rows, width)))):
+            top, bottom = tiles.start * tile_rows, min(height, tiles.stop * tile_rows)
+            rows = {"weight": slice(top, bottom), "weight_scale_inv": tiles}
+            yield Part(top * width, bottom * width, torch.Size((bottom - top, width)), rows)
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         scales = components["weight_scale_inv"].float()

@@ -42,28 +42,28 @@ class Mxfp4(Codec):
     def pack(self, components: Mapping[str, torch.Tensor], packed: torch.Tensor, shape: Sequence[int]) -> None:
         """Copy components in their published order, blocks (E, O, I / 32, 16) and scales (E, O, I / 32), as `Codec.pack` does."""
         orders = {"blocks": (0, 2, 3, 1), "scales": (0, 2, 1)}
-        moved = {
+        permuted = {
             name: each.permute(orders[name]) if name in orders and each.ndim == len(orders[name]) else each
             for name, each in components.items()
         }
-        # It rejects what is missing or of another shape. A class with slots knows no super().
-        Codec.pack(self, moved, packed, shape)
+        # `Codec.pack` rejects missing components and other shapes. super() fails here: with slots=True, a dataclass is made as a new class.
+        Codec.pack(self, permuted, packed, shape)
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
         """Cut a stack into whole matrices, as many as fit into ``max_bytes``; if not even one fits, cut each into rows of its blocks."""
         experts, width, height = shape
-        size, row = width * height, _BLOCK * height  # elements of a matrix, and of a row of its blocks
+        numel, row_numel = width * height, _BLOCK * height  # elements of a matrix, and of a row of its blocks
         matrix_bytes = self.num_bytes((1, width, height))
         if matrix_bytes <= max_bytes:
             for part in pieces(experts, max_bytes // matrix_bytes):
                 shape_of_part = torch.Size((length(part), width, height))
-                yield Part(part.start * size, part.stop * size, shape_of_part, {"blocks": part, "scales": part})
+                yield Part(part.start * numel, part.stop * numel, shape_of_part, {"blocks": part, "scales": part})
             return
         for expert in range(experts):
             for part in pieces(width // _BLOCK, max(1, max_bytes // self.num_bytes((1, _BLOCK, height)))):
                 rows = (slice(expert, expert + 1), part)
-                start, shape_of_part = expert * size, torch.Size((1, length(part) * _BLOCK, height))
-                first, last = start + part.start * row, start + part.stop * row
+                start, shape_of_part = expert * numel, torch.Size((1, length(part) * _BLOCK, height))
+                first, last = start + part.start * row_numel, start + part.stop * row_numel
                 yield Part(first, last, shape_of_part, {"blocks": rows, "scales": rows})
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
@@ -84,8 +84,8 @@ class Mxfp4(Codec):
             scales.copy_(exponents + _BIAS)
             scaled = torch.ldexp(values, -exponents[:, None])
             size = scaled.abs()
-            magnitude = torch.bucketize(size, middles)
-            # Halfway between two values, the one with an even mantissa is nearest: every second one.
+            magnitude = torch.bucketize(size, middles)  # the index of the nearest value
+            # Halfway between two values, `bucketize` takes the lower one; the one with an even mantissa, and so an even index, is nearest.
             halfway = (size == middles[magnitude.clamp(max=6)]) & (magnitude < 7)
             codes = magnitude + (halfway & (magnitude % 2 == 1)) + 8 * torch.signbit(scaled)
             pairs = codes.to(torch.uint8).view(-1, _BLOCK // 2, 2, matrix.shape[-1])

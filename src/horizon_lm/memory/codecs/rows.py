@@ -10,7 +10,7 @@ from horizon_lm.memory.codecs.base import Codec, Component, Part
 
 @dataclass(frozen=True, slots=True)
 class Rows(Codec):
-    """The tensors from ``start`` on of a stack, where a packed tensor is the whole stack.
+    """Some tensors of a stack, from ``start`` on. The packed bytes are those of the whole stack, of which `views` selects these tensors.
 
     Attributes:
         of: the codec of the stack, whose components all have its first dimension.

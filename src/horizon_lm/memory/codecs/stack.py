@@ -42,10 +42,10 @@ class Stack(Codec):
 
     def _parts_of(self, index: int, item_shape: torch.Size, max_bytes: int) -> Iterator[Part]:
         """Cut the item of this index into the parts of its own format, each as a stack of one."""
-        start, own = index * item_shape.numel(), slice(index, index + 1)
+        start, item = index * item_shape.numel(), slice(index, index + 1)
         for part in self.of.parts(item_shape, max_bytes):
-            inner = {name: each if isinstance(each, tuple) else (each,) for name, each in part.rows.items()}
-            rows = {name: (own, *each) for name, each in inner.items()}
+            rows_in_item = {name: each if isinstance(each, tuple) else (each,) for name, each in part.rows.items()}
+            rows = {name: (item, *each) for name, each in rows_in_item.items()}
             yield Part(start=start + part.start, stop=start + part.stop, shape=torch.Size((1, *part.shape)), rows=rows)
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ _NAME_DIGITS = 16
 
 
 def name_by_parts(function: FunctionType) -> FunctionType:
-    """Add to the name of a function a digest of all that it is composed of.
+    """Add to the name of a function a digest of its parts (`_parts`), and return the function.
 
     Machine code is linked by name. numba makes names distinct by counting the functions of a process, so kernels that
     two processes compiled may share one, and a kernel would then call whichever of them was loaded first.
@@ -44,15 +44,15 @@ def name_by_parts(function: FunctionType) -> FunctionType:
 
 
 def keep(kernel: Any) -> None:
-    """Keep on disk what a kernel, named by `name_by_parts`, is compiled to, unless it calls functions of other packages, whose sources may
-    change unnoticed.
+    """Let a kernel, named by `name_by_parts`, keep its machine code on disk, unless it calls functions of other packages: their sources
+    may change unnoticed.
     """
     if all(part.__module__.startswith("horizon_lm.") for part in _parts(kernel) if isinstance(part, FunctionType)):
         kernel._cache = _KernelCache(kernel.py_func)
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a function and all that it is composed of: functions and plain values."""
+    """Yield a function, and the functions and plain values that it or one of these closes over."""
     part = value.py_func if isinstance(value, Dispatcher) else value
     yield part
     if isinstance(part, FunctionType):
@@ -67,7 +67,7 @@ class _KernelCache(NullCache):
         self._identity = (function.__module__, function.__qualname__)
 
     def load_overload(self, types: Any, context: Any) -> Any:
-        """Return what was compiled for arguments of these types, or None."""
+        """Return the machine code for arguments of these types from its file; None if there is none, or a damaged one."""
         context.refresh()
         with suppress(OSError):
             if (folder := _folder()) and (path := folder / self._name(types, context.codegen())).exists():
@@ -77,7 +77,7 @@ class _KernelCache(NullCache):
         return None
 
     def save_overload(self, types: Any, compiled: Any) -> None:
-        """Write what was compiled for arguments of these types. The file gets its name once it is complete."""
+        """Write the machine code for arguments of these types. The file gets its name once it is complete."""
         with suppress(OSError):
             if folder := _folder():
                 content, part = pickle.dumps(compiled._reduce()), folder / uuid.uuid4().hex
@@ -88,7 +88,7 @@ class _KernelCache(NullCache):
                     part.unlink(missing_ok=True)
 
     def _name(self, types: Any, codegen: Any) -> str:
-        """Return the name of a file: a hash of all that machine code depends on."""
+        """Return the name of the file of a compiled form: a hash of all that its machine code depends on."""
         key = (_versions(), codegen.magic_tuple(), self._identity, str(types))
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
@@ -103,7 +103,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _folder() -> Path | None:
-    """Return the folder of kernels, or None if there is none that is the user's alone: what it contains is run."""
+    """Create the folder of kernels if it is missing, and return it; None if others may write to it, because its content is run."""
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "horizon-lm" / "kernels"
     if not folder.is_absolute():  # a user without a home

@@ -28,7 +28,7 @@ def has_triton() -> bool:
 def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch.dtype) -> None:
     """Decode components on the current stream, bit-equal to the codec's own `decode_part`.
 
-    Nothing is allocated, except without Triton.
+    With Triton, no memory is allocated.
 
     Args:
         codec: the format.
@@ -60,22 +60,22 @@ def warm_up(
         codec: the format of the tensor.
         shape: its shape.
         out_dtype: dtype of the decoded values.
-        dtype: dtype that values are rounded to before.
+        dtype: dtype that values are rounded to first.
         max_bytes: packed bytes that are decoded at once.
         device: where to decode; memory for one part is allocated there and freed.
     """
     if not has_triton():
         return
-    like = {name: torch.empty(each.shape, device="meta") for name, each in codec.components(shape).items()}
+    whole = {name: torch.empty(each.shape, device="meta") for name, each in codec.components(shape).items()}
     dtypes = {name: each.dtype for name, each in codec.components(shape).items()}
-    seen = set()
+    compiled = set()
     for part in codec.parts(shape, max_bytes):
-        sizes = {name: like[name][rows].shape for name, rows in part.rows.items()}
+        sizes = {name: whole[name][rows].shape for name, rows in part.rows.items()}
         offset = part.start % _ALIGNED_ELEMENTS
-        kind = (part.shape, offset, *sizes.values())
-        if kind in seen:
+        variant = (part.shape, offset, *sizes.values())
+        if variant in compiled:
             continue
-        seen.add(kind)
+        compiled.add(variant)
         components = {name: torch.zeros(size, dtype=dtypes[name], device=device) for name, size in sizes.items()}
         out = torch.empty(offset + part.shape.numel(), dtype=out_dtype, device=device)[offset:]
         decode(codec, components, out.view(part.shape), dtype)
@@ -94,7 +94,7 @@ def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor, via:
 
 
 def _decode_mxfp4(codec: Mxfp4, components: Components, out: torch.Tensor, via: Any) -> None:
-    """Decode blocks (I / 32, 16, O) with a kernel, one program for some columns of a row of 16 pairs."""
+    """Decode blocks (I / 32, 16, O), or a stack of them, with a kernel: a program decodes some columns of a row (O,) of bytes."""
     kernels, height = _kernels(), out.shape[-1]
     kernels.decode_mxfp4[(components["blocks"].numel() // height, _programs(height))](
         components["blocks"], components["scales"], _target(out), height, via=via, size=kernels.BLOCK,
@@ -114,7 +114,7 @@ def _decode_fp8(codec: Fp8, components: Components, out: torch.Tensor, via: Any)
 
 
 def _decode_int4(codec: Int4, components: Components, out: torch.Tensor, via: Any) -> None:
-    """Decode a matrix (O, I), or a stack of them (E, O, I), of which all rows are alike."""
+    """Decode a matrix (O, I), or a stack of them (E, O, I), row by row: the kernel needs to know of no matrix."""
     kernels, num_columns = _kernels(), out.shape[-1]
     kernels.decode_int4[(out.numel() // num_columns, _programs(num_columns))](
         components["weight_packed"].view(torch.uint8), components["weight_scale"], _target(out), num_columns,

@@ -77,9 +77,9 @@ def rows_kernel(table: str, add: bool) -> Any:
 
     Args:
         table: ``float32`` or ``bfloat16``, the dtype of the table and of the source.
-        add: add to the rows; False to overwrite them, which count as zero before.
+        add: add to the rows; False to overwrite rows that were zero, or count as zero.
     """
-    widen, narrow = _WIDEN[table], _NARROW[table]
+    read, narrow = _WIDEN[table], _NARROW[table]
 
     @kernel
     def land(table: Any, source: Any, rows: Any) -> float:
@@ -89,13 +89,13 @@ def rows_kernel(table: str, add: bool) -> Any:
             for start in range(0, len(target), _LANES):
                 t, s = target[start : start + _LANES], values[start : start + _LANES]
                 for i in range(len(t)):
-                    value = widen(s[i])
+                    value = read(s[i])
                     if add:
-                        before = F64(widen(t[i]))
+                        before = F64(read(t[i]))
                         lanes[i] -= before * before
-                        value = widen(t[i]) + value
+                        value = read(t[i]) + value
                     t[i] = narrow(value)
-                    kept = F64(widen(t[i]))
+                    kept = F64(read(t[i]))
                     lanes[i] += kept * kept
         return lanes.sum()
 
@@ -103,15 +103,15 @@ def rows_kernel(table: str, add: bool) -> Any:
 
 
 def compile_landing(target: str, sources: Iterable[str], is_table: bool) -> None:
-    """Compile what lands the gradients of a backward pass, so that the first one takes no longer than later ones.
+    """Compile the kernels that land gradients by calling them with no elements, so that the first backward pass is as fast as later ones.
 
     Args:
         target, sources: ``float32`` or ``bfloat16``.
         is_table: whether rows of the embedding land, too.
     """
-    values: dict[str, Any] = {"float32": np.empty(0, F32), "bfloat16": np.empty(0, U16)}
+    empty: dict[str, Any] = {"float32": np.empty(0, F32), "bfloat16": np.empty(0, U16)}
     for source in sources:
-        landing_kernel(target, source, False)(values[target], values[source])
+        landing_kernel(target, source, False)(empty[target], empty[source])
     if is_table:
-        table = values[target].reshape(0, 1)
+        table = empty[target].reshape(0, 1)
         rows_kernel(target, False)(table, table, np.empty(0, np.int64))

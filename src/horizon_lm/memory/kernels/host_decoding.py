@@ -25,7 +25,7 @@ Components = Mapping[str, torch.Tensor]
 
 def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch.dtype) -> None:
     """Decode components into ``out``. The arguments are those of `Codec.decode_part`; any thread may call this."""
-    form = _FORMS.get((dtype, out.dtype))  # None: only the codec's torch code has it
+    form = _FORMS.get((dtype, out.dtype))  # None: no kernel rounds like that, only the codec's torch code
     if isinstance(codec, Rows):
         decode(codec.of, components, out, dtype)
     elif isinstance(codec, Stack):

@@ -36,7 +36,7 @@ class Rule:
     Weight decay is decoupled and not part of it: a step is ``weight * (1 - lr * weight_decay) - move``.
 
     Attributes:
-        name: of the optimizer's class.
+        name: name of the optimizer's class.
         moments: at most two moments.
         numbers: function ``(step, **settings)`` of a parameter's number of steps and its group's settings but
             ``weight_decay``, which computes in double precision what is the same for all elements: a NamedTuple of fp32 numbers.
@@ -45,8 +45,8 @@ class Rule:
         move: inlined function ``(first, second, numbers)``, what is subtracted from the weight.
         decay_rates: settings of a group that are below 1, such as ``betas``, which are two numbers. Like them, all other settings are
             finite numbers of at least 0.
-        on_device: what is computed on the device afterwards. The gradient then takes the place of the weight: `move` is subtracted
-            from zero, and the result is passed on. ``numbers`` gets the parameter's ``shape``, too.
+        on_device: what the device computes afterwards; None if this rule is the whole update. With it, `move` is subtracted from zero, not
+            from the weight, the result replaces the gradient, and ``numbers`` gets the parameter's ``shape`` as a setting, too.
     """
 
     name: str
@@ -64,7 +64,7 @@ class OnDevice:
 
     Attributes:
         compute: replaces a matrix, or several of one size, in place: (M, N) or (E, M, N). It runs on the device.
-        then: what is done to the weights on the host, with the result in place of the gradient, and the numbers of the first part.
+        then: the rule that updates the weights on the host, with the result as gradient, and with the numbers of the first rule.
     """
 
     compute: Callable[[Any], None]
@@ -78,7 +78,7 @@ class Scalars(NamedTuple):
         clip: factor on the gradients.
         decay: 1 - lr * weight_decay.
         key: seed of the noise; different for every step and unit.
-        numbers: those of the rule.
+        numbers: what `Rule.numbers` returned for this step.
     """
 
     clip: np.float32
@@ -102,13 +102,13 @@ def _inverse(scale: Any) -> Any:
     return F32(1) / scale if scale > F32(0) else F32(0)
 
 
-def _update(rule: Rule, weight_format: str, moment_format: str, grad_format: str) -> Any:
-    """Compose the update of consecutive elements, to be inlined. Its arguments are those of `update_kernel`'s function, and scratch space
-    for the two moments of one block (``m`` and ``v``).
+def _compose_update(rule: Rule, weight_format: str, moment_format: str, grad_format: str) -> Any:
+    """Return an inlined function that updates consecutive elements. It takes the arguments of the kernel of `update_kernel` (``s`` for
+    ``scalars``), and scratch space ``m`` and ``v`` (BLOCK,) for the new moments of one block.
     """
     read_weight, write_weight = WEIGHT_CODECS[weight_format]
     read_grad = GRAD_READERS[grad_format]
-    scaled1, scaled2 = (moment_format == "8bit" and len(rule.moments) >= count for count in (1, 2))
+    has_scales1, has_scales2 = (moment_format == "8bit" and len(rule.moments) >= count for count in (1, 2))
     codecs = [moment_codec(moment_format, moment.is_signed) for moment in rule.moments]
     codecs += [NO_MOMENT] * (2 - len(codecs))
     (read_first, write_first), (read_second, write_second) = codecs
@@ -123,21 +123,21 @@ def _update(rule: Rule, weight_format: str, moment_format: str, grad_format: str
         # because too many of them might overlap.
         for start in range(0, len(weights), BLOCK):
             block, size = start // BLOCK, min(BLOCK, len(weights) - start)
-            g_, first_, second_ = grads[start:], first[start:], second[start:]
-            old1 = scale1[block] if scaled1 else F32(1)
-            old2 = scale2[block] if scaled2 else F32(1)
+            g_, first_, second_ = grads[start:], first[start:], second[start:]  # from this block on, indexed by j
+            old1 = scale1[block] if has_scales1 else F32(1)
+            old2 = scale2[block] if has_scales2 else F32(1)
             for j in range(size):
                 grad = read_grad(g_, j) * s.clip
                 m[j], v[j] = advance(grad, read_first(first_, j, old1), read_second(second_, j, old2), s.numbers)
             inverse1, inverse2 = F32(1), F32(1)
-            if scaled1:
+            if has_scales1:
                 scale1[block] = _largest(m, size)
                 inverse1 = _inverse(scale1[block])
-            if scaled2:
+            if has_scales2:
                 scale2[block] = _largest(v, size)
                 inverse2 = _inverse(scale2[block])
             for j in range(size):
-                # Hashed twice, so that it is not the noise of the weights.
+                # Hashed once more than the noise of the weights below, so that the two differ.
                 noise = mix(mix(U32(U32(start + j) + number ^ s.key)))
                 write_first(first_, j, m[j] * inverse1, noise & U32(0xFFFF))
                 write_second(second_, j, v[j] * inverse2, noise >> U32(16))
@@ -165,7 +165,7 @@ def update_kernel(rule: Rule, weights: str, moments: str, grads: str) -> Any:
         length, except for the scales, which have one entry per `BLOCK` elements; bf16 is passed as uint16. An array
         that a mode or the rule does not use is empty. ``number`` is the index of the first element, on which the noise depends.
     """
-    update_span = _update(rule, weights, moments, grads)
+    update_span = _compose_update(rule, weights, moments, grads)
 
     @kernel
     def update(
@@ -193,6 +193,7 @@ def rows_kernel(rule: Rule, weights: str, moments: str, grads: str) -> Any:
         rows: Any, grad_rows: Any, s: Any,
     ) -> None:  # fmt: skip
         for r in range(len(rows)):
+            # The first element of the row, its first scale, and the first element of its gradient.
             a, b, g = rows[r] * width, rows[r] * blocks, grad_rows[r] * width
             update_row(
                 weights[a : a + width], low[a : a + width], grads[g : g + width], first[a : a + width],

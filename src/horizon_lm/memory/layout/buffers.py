@@ -36,7 +36,7 @@ class BufferSettings:
     """The settings that determine the sizes of the engine's device buffers.
 
     Attributes:
-        options: those that determine the sizes of slots.
+        options: the settings that determine the sizes of slots.
         tokens: sequences of a step times the longest length.
         offloaded: number of blocks whose boundaries pass through a ring on the device.
         resident: number of last blocks with resident weights.
@@ -89,32 +89,32 @@ class BufferTable:
         shard = next(iter(model.units.values())).shard
         self.accumulates, grad_bytes = shard.grad_slots(options.in_micro_batches, ITEMSIZE[options.grad_dtype])
         grad_dtype = "float32" if grad_bytes == ITEMSIZE["float32"] else options.grad_dtype
-        # Gradients of a head are summed over chunks, and those of a tile over micro-batches in its slot, and rounded there.
+        # The gradients of a head are summed over chunks in its slot, and the gradients of a tile over micro-batches; landing rounds both.
         head_dtype = "float32" if options.chunked_head else options.compute_dtype
         tile_dtype = "float32" if self.accumulates else grad_dtype
         blocks, tiles = ([layout.part(unit) for unit in units] for units in (model.blocks, layout.tiles))
         head, outer, dtype = [layout.part(HEAD)], [layout.part(OUTER)], options.compute_dtype
         self.slots: Mapping[str, SlotSizes] = {
             # Two slots, which blocks use alternately.
-            "weight_slots": _weights(2, blocks, dtype),
-            # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
-            "grad_slots": _grads(1 if self.accumulates else 2, blocks, grad_dtype),
-            "grad_accumulator": _grads(1 if self.accumulates else 0, blocks, "float32"),
-            "head_weights": _weights(1, head, dtype),
-            "head_grads": _grads(1, head, head_dtype),
-            "outer_weights": _weights(1, outer, dtype),
-            "outer_grads": _grads(1, outer, grad_dtype),
-            "packed_slots": _packed(blocks),
-            "tile_packed_slots": _packed(tiles),
-            "tile_slots": _weights(2, tiles, dtype),
-            "tile_grad_slots": _grads(2, tiles, tile_dtype),
+            "weight_slots": _weight_slots(2, blocks, dtype),
+            # With an accumulator one slot suffices: sums go on there while the block before is copied from the slot.
+            "grad_slots": _grad_slots(1 if self.accumulates else 2, blocks, grad_dtype),
+            "grad_accumulator": _grad_slots(1 if self.accumulates else 0, blocks, "float32"),
+            "head_weights": _weight_slots(1, head, dtype),
+            "head_grads": _grad_slots(1, head, head_dtype),
+            "outer_weights": _weight_slots(1, outer, dtype),
+            "outer_grads": _grad_slots(1, outer, grad_dtype),
+            "packed_slots": _packed_slots(blocks),
+            "tile_packed_slots": _packed_slots(tiles),
+            "tile_slots": _weight_slots(2, tiles, dtype),
+            "tile_grad_slots": _grad_slots(2, tiles, tile_dtype),
         }
-        self.block_weights = [_weights(1, [part], dtype) for part in blocks]
+        self.block_weights = [_weight_slots(1, [part], dtype) for part in blocks]
 
     def streamed_weights(self, resident: Collection[int]) -> SlotSizes:
         """Return the slots shared by all streamed blocks. A buffer is empty if no streamed block has tensors of that dtype."""
         streamed = [sizes for index, sizes in enumerate(self.block_weights) if index not in resident]
-        is_needed = [any(sizes.buffers[number][0] for sizes in streamed) for number in range(2)]  # by buffer
+        is_needed = [any(sizes.buffers[number][0] for sizes in streamed) for number in range(2)]  # by buffer of a slot
         slots = self.slots["weight_slots"]
         pairs = zip(slots.buffers, is_needed, strict=True)
         return SlotSizes(slots.count, tuple((numel if needed else 0, dtype) for (numel, dtype), needed in pairs))
@@ -128,34 +128,34 @@ class BufferTable:
 Parts = Sequence[PartLayout[Any]]
 
 
-def _weights(count: int, parts: Parts, dtype: str) -> SlotSizes:
+def _weight_slots(count: int, parts: Parts, dtype: str) -> SlotSizes:
     """Return slots for the weights of any of these parts."""
-    return SlotSizes(count, _typed(_largest(part.slot_numels for part in parts), dtype))
+    return SlotSizes(count, _with_dtypes(_largest(part.slot_numels for part in parts), dtype))
 
 
-def _grads(count: int, parts: Parts, dtype: str) -> SlotSizes:
-    """Return slots for the gradients of any of these parts. A buffer is as large as that of the weights; it is empty if none of its tensors
-    is trained.
+def _grad_slots(count: int, parts: Parts, dtype: str) -> SlotSizes:
+    """Return slots for the gradients of any of these parts. A buffer is as large as the one of the weights, or empty if none of its
+    tensors is trained.
     """
     sizes, trained = _largest(part.slot_numels for part in parts), _largest(part.grad_numels for part in parts)
-    numels = [numel if of_grads else 0 for numel, of_grads in zip(sizes, trained, strict=True)]
-    return SlotSizes(count, _typed(numels, dtype))
+    numels = [numel if trained_numel else 0 for numel, trained_numel in zip(sizes, trained, strict=True)]
+    return SlotSizes(count, _with_dtypes(numels, dtype))
 
 
-def _packed(parts: Parts) -> SlotSizes:
+def _packed_slots(parts: Parts) -> SlotSizes:
     """Return slots in which several ranks gather the codes and scales of any of these parts."""
     return SlotSizes(2, ((max((part.packed_cuts[-1] for part in parts), default=0), "uint8"),))
 
 
 def _largest(sizes: Iterable[list[int]]) -> list[int]:
-    """Return the elements of the two buffers of a slot into which each of these pairs of buffers fits; zeros if there are no pairs."""
+    """Return the sizes of the two buffers of a slot, given the pairs of sizes that must fit into it; zeros without pairs."""
     found = [0, 0]
     for each in sizes:
         found = [max(pair) for pair in zip(found, each, strict=True)]
     return found
 
 
-def _typed(numels: list[int], dtype: str) -> tuple[tuple[int, str], ...]:
+def _with_dtypes(numels: list[int], dtype: str) -> tuple[tuple[int, str], ...]:
     """Return the buffers of a slot: the first has this dtype, the other float32."""
     return tuple(zip(numels, (dtype, "float32"), strict=True))
 

@@ -64,15 +64,15 @@ class ModelLayout(Generic[StorageT]):
         return [block(index) for index in range(self.num_blocks)]
 
     def of(self, unit: Unit) -> UnitLayout[StorageT]:
-        """Return the slabs by which a unit computes: for a tied head those of the table."""
+        """Return the slabs with the weights of a unit; for a tied head, the slabs of the table."""
         return self.units[EMBED if unit == HEAD and self.tied else unit]
 
     def numel(self, unit: Unit) -> int:
-        """Return the elements by which a unit computes, quantized ones and those in float32 among them."""
+        """Return the number of elements of a unit's weights, quantized ones and those in float32 among them."""
         return self.of(unit).layout.num_params
 
     def trained_numel(self, unit: Unit) -> int:
-        """Return the elements of `numel` that are trained."""
+        """Return the number of these elements that are trained."""
         return self.of(unit).grad_layout.num_params
 
     @cached_property
@@ -112,7 +112,7 @@ class ModelLayout(Generic[StorageT]):
 
     @cached_property
     def on(self) -> Callable[[Shard], "ModelLayout[StorageLayout]"]:
-        """The function that returns the layout of the same model for a rank, without memory."""
+        """The function that returns the layout of the same model for a rank, without memory. It makes each layout once."""
 
         def laid_out(shard: Shard) -> ModelLayout[StorageLayout]:
             units = {unit: slabs.on(shard) for unit, slabs in self.units.items()}
@@ -124,7 +124,7 @@ class ModelLayout(Generic[StorageT]):
 
     @cached_property
     def tiled(self) -> Callable[[int | None], "TiledLayout[PartLayout[StorageT]]"]:
-        """The function that returns the layout with tiles of so many experts; None for whole blocks."""
+        """The function that returns the layout with tiles of a number of experts; None for whole blocks. It makes each layout once."""
         return cache(lambda size: TiledLayout(self, size, PartLayout))
 
 
@@ -155,14 +155,14 @@ class TiledLayout(Generic[PartT]):
         counts = [0] * model.num_blocks
         for index, experts in model.experts.items():
             unit, slabs = block(index), model.units[block(index)]
-            # Experts of a tile; None for a block that is not cut, whose experts are one tile in its slot.
-            step = size if size is not None and experts.is_divisible else None
-            self.cores[unit] = make(slabs, frozenset(slabs.layout) - experts.names, in_place=step is None)
-            starts = range(0, experts.count, step or experts.count)
+            # None for a block that is not cut: all of its experts are one tile, which lies in the slot of the block.
+            tile_size = size if size is not None and experts.is_divisible else None
+            self.cores[unit] = make(slabs, frozenset(slabs.layout) - experts.names, in_place=tile_size is None)
+            starts = range(0, experts.count, tile_size or experts.count)
             for number, start in enumerate(starts):
                 rows = slice(start, min(start + starts.step, experts.count))
-                self.parts[tile(index, number)] = make(slabs, experts.names, rows, in_place=step is None)
-            if step is not None:
+                self.parts[tile(index, number)] = make(slabs, experts.names, rows, in_place=tile_size is None)
+            if tile_size is not None:
                 self.parts[unit], counts[index] = self.cores[unit], len(starts)
         self.slots = TileSlots(tuple(counts) if any(counts) else ())
 
@@ -190,7 +190,7 @@ class TiledLayout(Generic[PartT]):
         return 1 if self.size is None else 2
 
     def part(self, unit: Unit) -> PartT:
-        """Return the tensors in the slot of a unit, for a tied head those of the table."""
+        """Return the tensors in the slot of a unit; for a tied head, the tensors of the table."""
         return self.parts[EMBED if unit == HEAD and self.model.tied else unit]
 
     def experts_of(self, unit: Unit) -> slice:
@@ -204,8 +204,8 @@ class TiledLayout(Generic[PartT]):
         return length(self.experts_of(unit)) / self.model.experts[unit.block_index].count
 
     def lands_first(self, unit: Unit) -> bool:
-        """Return whether a unit's gradients are the first that land in their slabs in a backward pass. It visits the tiles of a block from
-        the last to the first, and then its core.
+        """Return whether the gradients of a tile, core or unit are the first to land in their slabs in a backward pass. It visits the tiles
+        of a block from the last to the first, and then its core.
         """
         if unit.is_tile:
             return unit.tile_number == self.counts[unit.block_index] - 1

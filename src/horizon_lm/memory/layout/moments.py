@@ -20,7 +20,7 @@ class MomentLayout:
         has_scales: moments have 8 bits.
 
     Attributes:
-        layout: where each parameter's values lie.
+        layout: the places of each parameter's values.
         own: the range of the values that belongs to this rank.
         scale_starts: for 8-bit moments, the index of the first scale of each parameter; empty for others.
         num_scales: number of scales.
@@ -37,10 +37,10 @@ class MomentLayout:
                 self.scale_starts[name] = self.num_scales
                 self.num_scales += num_scales(entry.numel, slab.row)
             places = (self.own.start, self.own.stop)
-            self.own_scales = slice(*(scale_at(self.layout.numels, place, slab.row) for place in places))
+            self.own_scales = slice(*(scales_before(self.layout.numels, place, slab.row) for place in places))
 
     def own_bytes(self, itemsize: int) -> int:
-        """Return the bytes of values and scales that belong to this rank, given those of a value."""
+        """Return the bytes of this rank's values and scales, given the bytes of a value."""
         return used_bytes([self.own], itemsize) + used_bytes([self.own_scales], SCALE_BYTES)
 
 
@@ -51,15 +51,15 @@ def num_scales(numel: int, row: int | None = None) -> int:
     return numel // row * num_scales(row) if row else -(-numel // MOMENT_BLOCK)
 
 
-def scale_at(tensors: Sequence[int], offset: int, row: int | None = None) -> int:
-    """Return the number of scales of the blocks that lie before an offset in a slab of moments.
+def scales_before(tensors: Sequence[int], offset: int, row: int | None = None) -> int:
+    """Return the number of scales whose blocks lie before an offset in a slab of moments.
 
     Args:
         tensors: elements of each tensor in the slab.
         offset: an element of the slab at which a block begins.
         row: elements of a row if the tensor is a table.
     """
-    start = count = 0  # of a tensor: its offset in the slab, and the scales of all tensors before it
+    start = count = 0  # of the next tensor: its offset in the slab, and the number of scales of all tensors before it
     for numel in tensors:
         if offset - start < numel:
             width = row or numel

@@ -46,8 +46,8 @@ class PartLayout(Generic[StorageT]):
     def slot_numels(self) -> list[int]:
         """The elements of each buffer of the slot of the weights."""
         whole = self.slabs.slot_numels
-        own = [layout.numel for layout in self.layout.buffers]
-        return [whole[number] if self._is_whole(number) else own[number] for number in range(len(own))]
+        of_part = [layout.numel for layout in self.layout.buffers]
+        return [whole[number] if self._is_whole(number) else of_part[number] for number in range(len(of_part))]
 
     @property
     def grad_numels(self) -> list[int]:
@@ -55,7 +55,7 @@ class PartLayout(Generic[StorageT]):
         return [layout.numel for layout in self.grad_layout.buffers]
 
     def _is_whole(self, number: int) -> bool:
-        """Return whether the part has all tensors of a buffer, as they lie in the slot of the whole unit."""
+        """Return whether the part has all tensors of a buffer whole, so that the buffer is laid out and cut as in the slot of the unit."""
         return self.names is None or (self.rows is None and self.names >= set(self.slabs.layout.buffers[number]))
 
     def has(self, name: str) -> bool:
@@ -63,13 +63,13 @@ class PartLayout(Generic[StorageT]):
         return self.names is None or name in self.names
 
     def _layout_of(self, whole: SlotLayout) -> SlotLayout:
-        """Return the layout of the slot for this part of slabs with a layout."""
+        """Return the layout of the part's slot, given that of a slot of the whole unit, for weights or for gradients."""
         if self.names is None or self.in_place:
             return whole
-        return SlotLayout(*map(self._restricted, whole.buffers))
+        return SlotLayout(*map(self._layout_of_buffer, whole.buffers))
 
-    def _restricted(self, whole: SlabLayout) -> SlabLayout:
-        """Return the layout of this part of the tensors in a buffer."""
+    def _layout_of_buffer(self, whole: SlabLayout) -> SlabLayout:
+        """Return the layout of one buffer of the part's slot, given that of the unit's buffer: only its tensors, and only its rows."""
         assert self.names is not None
         kept = whole.restrict(self.names)
         if self.rows is None:
@@ -78,8 +78,8 @@ class PartLayout(Generic[StorageT]):
 
     @cached_property
     def cuts(self) -> list[list[int]]:
-        """Cuts of each buffer of the slot, quantized tensors left out: the first element of each rank's range, and the end of the last
-        range.
+        """For each buffer of the slot, the first element of each rank's range, and the end of the last range. Quantized tensors are left
+        out.
         """
         return [
             slab.slot_cuts if self._is_whole(number) else self._cut(slab.cuts, slab.layout, self.layout.buffers[number])
@@ -88,7 +88,7 @@ class PartLayout(Generic[StorageT]):
 
     @property
     def grad_cuts(self) -> list[list[int]]:
-        """Cuts of each buffer of the slot of the gradients, as `cuts` has those of the weights."""
+        """For each buffer of the slot of the gradients, the same as `cuts`."""
         buffers = self.grad_layout.buffers
         return [
             slab.grad_cuts if self._is_whole(number) else self._cut(slab.grad_cuts, slab.grad_layout, buffers[number])
@@ -96,8 +96,8 @@ class PartLayout(Generic[StorageT]):
         ]
 
     def _cut(self, cuts: list[int], whole: SlabLayout, part: SlabLayout) -> list[int]:
-        """Return the cuts of a buffer, given those of its slab and both layouts."""
-        return cut_slot(cuts, [span for _, span in self._places(whole, part)])
+        """Translate the places at which ranks cut a slab to a buffer of the slot, given the layouts of slab and buffer."""
+        return cut_slot(cuts, [span for _, span in self._named_spans(whole, part)])
 
     @cached_property
     def packed(self) -> SlabLayout:
@@ -119,23 +119,23 @@ class PartLayout(Generic[StorageT]):
 
     @cached_property
     def own(self) -> list[list[Span]]:
-        """The spans of this rank's range, by buffer, quantized tensors left out. Cached, because a dense block moves twice a step."""
+        """This rank's spans of each buffer, without quantized tensors. They are cached, because a dense block is moved twice a step."""
         return self.own_rows(None)
 
     def own_rows(self, some: Sequence[slice] | None) -> list[list[Span]]:
-        """Return the spans of this rank's range, by buffer, quantized tensors left out.
+        """Return this rank's spans of each buffer, without quantized tensors.
 
         Args:
-            some: the rows, counted from the first in the slab, if the part has rows; None for all.
+            some: ranges of rows, counted from the first row in the slab, if the part has only some rows; None for all of the part.
         """
         return [
-            _within(slab.own, self._places(slab.layout, layout, some))
+            _spans_within(slab.own, self._named_spans(slab.layout, layout, some))
             for slab, layout in zip(self.slabs.of_weights, self.layout.buffers, strict=True)
         ]
 
     def packed_spans(self) -> Iterator[Span]:
-        """Yield the spans of codes and scales, in bytes: one for each tensor; if the part has only some rows, one for each component of it,
-        because the same rows of two components do not follow each other.
+        """Yield the spans of codes and scales, in bytes: one for each tensor or, if the part has only some rows, one for each of its
+        components, because the same rows of two components do not follow each other.
         """
         if self.names is None:
             yield Span(0, 0, self.packed.numel)
@@ -146,29 +146,30 @@ class PartLayout(Generic[StorageT]):
                 yield Span(whole.offset, entry.offset, padded(entry.numel, PACKED_ALIGNMENT))
                 continue
             shape = self.layout.entry(name).shape
-            starts, places = codec.starts(self.slabs.layout.entry(name).shape), codec.starts(shape)
+            starts_in_whole, starts_in_part = codec.starts(self.slabs.layout.entry(name).shape), codec.starts(shape)
             for component, each in codec.components(shape).items():
                 skipped = self.rows.start * (each.num_bytes // shape[0])  # bytes of the rows before those of the part
-                start, place = whole.offset + starts[component] + skipped, entry.offset + places[component]
+                start = whole.offset + starts_in_whole[component] + skipped
+                place = entry.offset + starts_in_part[component]
                 yield Span(start, place, each.num_bytes)
 
     def grad_spans(self, number: int, adds: Mapping[str, bool]) -> list[tuple[bool, Span]]:
-        """Return the spans of this rank's gradients in a buffer, each with whether its landing is added. Neighbours that land alike are
-        joined.
+        """Return this rank's spans of gradients in a buffer, each behind a bool: whether it is added to the slab when it lands.
+        Neighbours that land alike are joined.
 
         Args:
             number: the buffer.
-            adds: by full name, whether the landing is added to the gradient in the slab.
+            adds: for each parameter, by full name, whether its gradient is added to the one in the slab, not copied over it.
         """
         slab = self.slabs.of_weights[number]
-        places = self._places(slab.grad_layout, self.grad_layout.buffers[number])
+        named_spans = self._named_spans(slab.grad_layout, self.grad_layout.buffers[number])
         return [
             (add, span)
-            for add, group in groupby(places, key=lambda named_span: adds[named_span[0]])
-            for span in _within(slab.own_grads, group)
+            for add, group in groupby(named_spans, key=lambda named_span: adds[named_span[0]])
+            for span in _spans_within(slab.own_grads, group)
         ]
 
-    def _places(
+    def _named_spans(
         self, whole: SlabLayout, part: SlabLayout, some: Sequence[slice] | None = None
     ) -> Iterator[tuple[str, Span]]:
         """Yield the name and a span of each tensor that is in both layouts, with the padding behind it; if the part has only some rows, a
@@ -204,25 +205,25 @@ class PartLayout(Generic[StorageT]):
         return (plain - self.decoded_numel) * itemsize + in_float32 * 4 + self.packed.num_params
 
     def grad_bytes(self, itemsize: int) -> int:
-        """Return the bytes in which the gradients of all ranks are moved, as `weight_bytes` does for the weights."""
+        """Return the bytes of the gradients of all ranks as they are moved, without padding: 4 for one of float32, else ``itemsize``."""
         plain, in_float32 = (buffer.num_params for buffer in self.grad_layout.buffers)
         return plain * itemsize + in_float32 * 4
 
     def largest_share(self) -> float:
-        """Return the largest share of the part that one rank owns, because all other ranks wait for that one.
+        """Return the largest share of the part that one rank owns: its transfer takes longest, and all others wait for it.
 
-        Codes and scales are taken to be cut as the weights that they stand for.
+        Codes and scales are assumed to be cut like the weights that they encode.
         """
         shard, whole = self.slabs.shard, self.slabs.layout.buffers[0]
         if self.names is None or shard.is_whole:
             return 1 / shard.count
-        spans = [span for _, span in self._places(whole, self.layout.buffers[0])]
+        spans = [span for _, span in self._named_spans(whole, self.layout.buffers[0])]
         cuts = shard.cuts(whole.numel, whole.alignment)
         numels = [sum(span.within(slice(start, stop)).numel for span in spans) for start, stop in pairwise(cuts)]
         return max(numels) / sum(numels)
 
 
-def _within(own: slice, places: Iterator[tuple[str, Span]]) -> list[Span]:
-    """Return the places that lie in a rank's range of a slab, neighbours joined."""
-    spans = (span.within(own) for span in joined(span for _, span in places))
+def _spans_within(own: slice, named_spans: Iterator[tuple[str, Span]]) -> list[Span]:
+    """Return the parts of spans that lie in a rank's range of a slab, with neighbours joined."""
+    spans = (span.within(own) for span in joined(span for _, span in named_spans))
     return [span for span in spans if span.numel]

@@ -24,7 +24,7 @@ class Shard:
         """True if the rank owns everything."""
         return self.count == 1
 
-    def chunk(self, numel: int, granule: int) -> int:
+    def range_numel(self, numel: int, granule: int) -> int:
         """Return the elements of each rank's range of a slab, a multiple of ``granule``; the last ranges may be shorter or empty.
 
         Args:
@@ -36,18 +36,18 @@ class Shard:
         return -(-numel // (granule * self.count)) * granule
 
     def cuts(self, numel: int, granule: int) -> list[int]:
-        """Return the ``count + 1`` places at which a slab is cut."""
-        chunk = self.chunk(numel, granule)
-        return [min(rank * chunk, numel) for rank in range(self.count)] + [numel]
+        """Return the ``count + 1`` places at which a slab is cut. The arguments are those of `range_numel`."""
+        size = self.range_numel(numel, granule)
+        return [min(rank * size, numel) for rank in range(self.count)] + [numel]
 
     def own(self, cuts: Sequence[int]) -> slice:
-        """Return the range of this rank."""
+        """Return the range of this rank, given the places at which a slab is cut."""
         return between(cuts)[self.index]
 
     def grad_slots(self, in_micro_batches: bool, grad_bytes: int) -> tuple[bool, int]:
         """Return whether gradients are summed over micro-batches in an accumulator, and the bytes of an element of their slots.
 
-        Sums are in float32. One rank rounds them into a slot of ``grad_bytes``; several add theirs in the slots first.
+        Sums are in float32. A single rank rounds them into slots of ``grad_bytes``. Several ranks sum their slots, which stay in float32.
         """
         if not in_micro_batches or grad_bytes >= 4:  # nothing is rounded
             return False, grad_bytes

@@ -76,9 +76,9 @@ class SlabLayout:
         names = set(names)
         return SlabLayout({name: each.shape for name, each in self.entries.items() if name in names}, self.alignment)
 
-    def held_before(self, offset: int, held: "SlabLayout") -> int:
-        """Return the number of elements before the place in a slab with only the ``held`` tensors that stands for an offset in this slab."""
-        place = 0  # of the next held tensor in that slab
+    def offset_among(self, offset: int, held: "SlabLayout") -> int:
+        """Translate an offset in this slab to a slab with only the ``held`` tensors: to their first element that is not before it."""
+        place = 0  # of the next held tensor, in the slab with only these
         for name, entry in self.entries.items():
             if name in held:
                 if offset < entry.offset + entry.numel:
@@ -87,21 +87,21 @@ class SlabLayout:
         return place
 
     def part_of(self, name: str, own: slice) -> slice:
-        """Return the elements of a tensor that lie in a range of the slab, as a range of the slab."""
+        """Return the elements of a tensor that lie in a range of the slab, such as a rank's, counted from the start of the slab."""
         entry = self.entries[name]
         return overlap(slice(entry.offset, entry.offset + entry.numel), own)
 
     def view(self, slab: FlatT, name: str) -> FlatT:
         """Return the named tensor as a view of a flat slab (or of a device buffer with this layout)."""
         entry = self.entries[name]
-        found: FlatT = slab.as_strided(entry.shape, entry.strides, slab.storage_offset() + entry.offset)
-        return found
+        view: FlatT = slab.as_strided(entry.shape, entry.strides, slab.storage_offset() + entry.offset)
+        return view
 
     def gaps(self, slab: FlatT) -> list[FlatT]:
-        """Return the padding behind each tensor, which must be zero if a whole slab is reduced."""
-        starts = [*(entry.offset for entry in self.entries.values()), self.numel]
+        """Return views of the padding behind each tensor, which must be zero if the whole slab is summed over ranks."""
+        next_starts = [*(entry.offset for entry in self.entries.values()), self.numel]
         ends = [entry.offset + entry.numel for entry in self.entries.values()]
-        return [slab[end:start] for end, start in zip(ends, starts[1:], strict=True) if end < start]
+        return [slab[end:start] for end, start in zip(ends, next_starts[1:], strict=True) if end < start]
 
 
 class SlotLayout:

@@ -30,10 +30,10 @@ class StorageLayout:
     Attributes:
         name: the name by which the slab is saved, and by which the noise of its updates is drawn.
         cuts, own: the places at which the ranks cut it, and the range of this rank.
-        slot_cuts: the places at which the slab's buffer on the device is cut between the ranks: into equal parts, which one collective
-            gathers. The last part may end behind the slab, where the first buffer has its quantized tensors; these are decoded
-            after the weights are gathered. For the codes of a single rank, which decodes them from host memory, all are 0.
-        grad_layout, grad_cuts: the gradients of its trainable tensors.
+        slot_cuts: the places at which the ranks cut the slab's buffer in a slot on the device. Its parts are equal, because one collective
+            gathers them, so the last may end behind the slab. In the first buffer that place belongs to quantized tensors, which are
+            decoded after the gathering. A single rank has no buffer of codes, because it decodes from host memory: all are 0.
+        grad_layout, grad_cuts: the places of the gradients of its trained tensors, and those at which the ranks cut their slab.
     """
 
     def __init__(self, unit: Unit, storage: str, layout: SlabLayout, shard: Shard, row: int | None = None) -> None:
@@ -44,8 +44,8 @@ class StorageLayout:
         granule = row or layout.alignment
         self.cuts = shard.cuts(numel, granule)
         self.own = shard.own(self.cuts)
-        chunk = 0 if storage == PACKED and shard.is_whole else shard.chunk(numel, granule)
-        self.slot_cuts = [chunk * rank for rank in range(shard.count + 1)]
+        part_numel = 0 if storage == PACKED and shard.is_whole else shard.range_numel(numel, granule)
+        self.slot_cuts = [part_numel * rank for rank in range(shard.count + 1)]
         self.lay_out_grads(())
 
     def lay_out_grads(self, names: Iterable[str]) -> None:
@@ -54,11 +54,11 @@ class StorageLayout:
         self.grad_cuts = self._cuts_of(self.grad_layout)
 
     def _cuts_of(self, held: SlabLayout) -> list[int]:
-        """Return the cuts of a slab that has only the ``held`` tensors. Each rank owns the same elements of them in both slabs."""
-        return [self.layout.held_before(cut, held) for cut in self.cuts]
+        """Return the cuts of a slab that has only the ``held`` tensors, of which each rank owns the same elements as in this slab."""
+        return [self.layout.offset_among(cut, held) for cut in self.cuts]
 
     def own_range(self, held: SlabLayout) -> slice:
-        """Return the range of a slab of some of the tensors that this rank owns, in elements."""
+        """Return the elements that this rank owns of a slab that has only the ``held`` tensors."""
         return self.shard.own(self._cuts_of(held))
 
     @property
@@ -67,11 +67,11 @@ class StorageLayout:
         return self.shard.own(self.grad_cuts)
 
     def own_bytes(self, itemsize: int) -> int:
-        """Return the bytes of host memory of a slab of which this rank owns a range, given those of an element."""
+        """Return the bytes of host memory of this rank's range of the slab, given the bytes of an element."""
         return used_bytes([self.own], itemsize)
 
     def own_grad_bytes(self, itemsize: int) -> int:
-        """Return the bytes of host memory of the gradients, given those of an element."""
+        """Return the bytes of host memory of this rank's range of the gradients, given the bytes of an element."""
         return used_bytes([self.own_grads], itemsize)
 
 
@@ -82,18 +82,18 @@ class UnitLayout(Generic[StorageT]):
     """The slabs of one unit.
 
     Args:
-        make: makes a slab; called with the arguments of `StorageLayout`.
+        make: makes the slab of each storage, with or without memory; called with the arguments of `StorageLayout`.
         unit: the unit.
         shapes: shapes of its tensors, by full parameter name.
-        codecs: the codecs of those that are quantized, and maybe of tensors of other units.
+        codecs: the codecs of quantized tensors, also of other units, by full name.
         in_float32: full names of tensors, also of other units, that are kept in float32.
         shard: the range of the slabs that this rank owns.
         is_table: the unit is a table, of which whole rows are owned and updated.
 
     Attributes:
         plain: the tensors in the precision of the run.
-        float32: those that are kept in float32.
-        packed: the codes and scales of quantized ones, of which ``codecs`` has the codecs.
+        float32: the tensors that are kept in float32.
+        packed: the codes and scales of the quantized tensors, whose codecs are ``codecs``.
         layout, grad_layout: the layouts of a slot of weights on the device, and of one of gradients.
     """
 
@@ -103,32 +103,32 @@ class UnitLayout(Generic[StorageT]):
         is_table: bool = False,
     ) -> None:  # fmt: skip
         in_float32 = set(in_float32)
-        kept = {name: shape for name, shape in shapes.items() if name in in_float32}
+        shapes_in_float32 = {name: shape for name, shape in shapes.items() if name in in_float32}
         others = {name: shape for name, shape in shapes.items() if name not in in_float32}
         self.unit, self.shard = unit, shard
         self.codecs = {name: codecs[name] for name in others if name in codecs}
         plain = {name: shape for name, shape in others.items() if name not in self.codecs}
         quantized = {name: others[name] for name in self.codecs}
-        num_bytes = {name: (codec.num_bytes(others[name]),) for name, codec in self.codecs.items()}
+        packed_shapes = {name: (codec.num_bytes(others[name]),) for name, codec in self.codecs.items()}
         row = next(iter(shapes.values()))[1] if is_table else None  # the width of the unit's only tensor
         self.plain = make(unit, PLAIN, SlabLayout(plain), shard, row)
-        self.float32 = make(unit, FLOAT32, SlabLayout(kept), shard, None)
-        self.packed = make(unit, PACKED, SlabLayout(num_bytes, PACKED_ALIGNMENT), shard, None)
+        self.float32 = make(unit, FLOAT32, SlabLayout(shapes_in_float32), shard, None)
+        self.packed = make(unit, PACKED, SlabLayout(packed_shapes, PACKED_ALIGNMENT), shard, None)
         self.layout = SlotLayout(SlabLayout(plain | quantized), self.float32.layout)
-        self.lay_out_grads(())  # until it is known which tensors are trained
+        self.lay_out_grads(())  # nothing is trained, until the caller names the trained tensors
 
     def on(self, shard: Shard, trained: Iterable[str] | None = None) -> "UnitLayout[StorageLayout]":
-        """Return the layout of the same slabs for a rank, without memory.
+        """Return the layout of the same slabs for another rank, without memory.
 
         Args:
             shard: the range of the slabs that the rank owns.
-            trained: full names of the trained tensors; None for those of now.
+            trained: full names of the trained tensors; None for those that are trained here.
         """
         shapes = {name: self.layout.entry(name).shape for name in self.layout}
         is_table = self.plain.row is not None
-        found = UnitLayout(StorageLayout, self.unit, shapes, self.codecs, self.float32.layout, shard, is_table)
-        found.lay_out_grads(self.grad_layout if trained is None else trained)
-        return found
+        layout = UnitLayout(StorageLayout, self.unit, shapes, self.codecs, self.float32.layout, shard, is_table)
+        layout.lay_out_grads(self.grad_layout if trained is None else trained)
+        return layout
 
     def lay_out_grads(self, names: Iterable[str]) -> None:
         """Lay out the gradients of these tensors, which are trained."""
@@ -154,11 +154,11 @@ class UnitLayout(Generic[StorageT]):
 
     @property
     def hashed(self) -> list[tuple[StorageT, ...]]:
-        """The groups of slabs that are hashed together, under the name of the first one. Codes and scales go with the plain slab."""
+        """The groups of slabs with a common hash, under the name of the first. Codes and scales are hashed with the plain slab."""
         return [(slab, self.packed) if slab is self.plain else (slab,) for slab in self.saved]
 
     @property
     def slot_numels(self) -> list[int]:
-        """The elements of each buffer of a slot on the device."""
+        """The elements of each buffer of a slot on the device, into which the equal parts of all ranks fit."""
         pairs = zip(self.layout.buffers, self.of_weights, strict=True)
         return [max(layout.numel, slab.slot_cuts[-1]) for layout, slab in pairs]
