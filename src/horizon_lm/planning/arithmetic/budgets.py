@@ -16,6 +16,7 @@ from horizon_lm.planning.arithmetic.request import Budget, Item, Limit, Machine
 from horizon_lm.planning.arithmetic.step import Step
 
 _WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the libraries of a run
+# The name and the note of each kind of buffers in a plan.
 _DEVICE_NAMES = {
     "weight_slots": ("weight slots", "double-buffered, sized for the largest block"),
     "packed_slots": ("codes and scales", "gathered from all ranks before they are decoded"),
@@ -49,7 +50,7 @@ def buffer_budget(step: Step, use: DeviceUse) -> Budget:
 
 
 def _device_items(step: Step, use: DeviceUse) -> list[Item]:
-    """Return the bytes of a step on the device, without those of the process."""
+    """Return the bytes that a step takes on the device, without the driver's and other memory of the process."""
     settings, items = step.settings, _buffer_items(use)
     if use.checkpoints:
         note = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
@@ -114,7 +115,7 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     if machine.on_host:
         items += [Item(f"device: {item.name}", item.bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if step.settings.compiled else 0
-    _, width = _exported(step)
+    _, width = _exported_parameters(step)
     largest = max(map(_exported_numel(step), step.outline.layout.units.values())) * width
     # The export follows the last step, when the memory of activations is free again.
     export = max(0, largest - (use.activations if machine.on_host else 0))
@@ -138,19 +139,19 @@ def transferred_bytes(host: Budget) -> int:
 
 def disk_budget(step: Step, machine: Machine) -> Budget:
     """Return the disk space of a run: its exported model, checkpoints, records and, unless they go to another disk, its downloads."""
-    _saved, width = _exported(step)
+    _saved, width = _exported_parameters(step)
     exported, files = exported_bytes(step), step.settings.side_files
     of_adapters = " of the adapters" if step.outline.base_is_frozen else ""
     beside = f", and {format_bytes(files.model)} of tokenizer and configs" if files.model else ""
     items = [Item("exported model", exported, f"{width} bytes per parameter{of_adapters}{beside}")]
     saves = step.settings.saves
     if saves.num:
-        each = exported if saves.only_model or saves.with_model else files.model
+        num_bytes = exported if saves.only_model or saves.with_model else files.model
         if not saves.only_model:
-            each += checkpoint_bytes(step) + checkpoint_files_bytes(step)
+            num_bytes += checkpoint_bytes(step) + checkpoint_files_bytes(step)
         count = min(saves.num, saves.kept + 1)  # the oldest is deleted once the newest is complete
-        note = f"{count} at once; {saves.num} x {format_bytes(each)} = {format_bytes(saves.num * each)} written over the run"
-        items.append(Item("checkpoints", count * each, note))
+        note = f"{count} at once; {saves.num} x {format_bytes(num_bytes)} = {format_bytes(saves.num * num_bytes)} written over the run"
+        items.append(Item("checkpoints", count * num_bytes, note))
     if files.records:
         items.append(Item("records", files.records, "settings, plan, metrics and pictures, at most"))
     if not machine.download_limits:
@@ -168,14 +169,14 @@ def _download_items(step: Step) -> list[Item]:
     return [Item("download", num_bytes, "the checkpoint to start from")] if num_bytes else []
 
 
-def _exported(step: Step) -> tuple[int, int]:
-    """Return the number of parameters of the exported model, and the bytes of each; of adapters, PEFT saves these alone, in float32."""
+def _exported_parameters(step: Step) -> tuple[int, int]:
+    """Return the number of parameters that are exported, and the bytes of each. With adapters, PEFT exports only these, in float32."""
     outline, layout = step.outline, step.outline.layout
     return (layout.num_trained, 4) if outline.base_is_frozen else (layout.num_parameters, step.settings.export_bytes)
 
 
 def _exported_numel(step: Step) -> Callable[[UnitLayout[StorageLayout]], int]:
-    """Return a function that counts the exported elements of the largest of a unit's slabs: with a frozen base, only trained ones."""
+    """Return a function of a unit's slabs: the exported elements of the largest of them; only trained ones with a frozen base."""
     if step.outline.base_is_frozen:
         return lambda slabs: max(slab.grad_layout.numel for slab in slabs.of_weights)
     return lambda slabs: max(layout.numel for layout in slabs.layout.buffers)
@@ -183,18 +184,18 @@ def _exported_numel(step: Step) -> Callable[[UnitLayout[StorageLayout]], int]:
 
 def exported_bytes(step: Step) -> int:
     """Return the bytes of the folder of the exported model."""
-    saved, width = _exported(step)
+    saved, width = _exported_parameters(step)
     return saved * width + step.settings.side_files.model
 
 
-_LARGEST_FILE = 50 * 10**9  # of an exported model, which is cut into several above that
+_LARGEST_FILE = 50 * 10**9  # bytes of a file of an exported model; a larger model is cut into several files
 
 
 def file_problems(step: Step, machine: Machine) -> list[str]:
-    """Return why the run could not write a file, although there is room on the disk."""
+    """Return a sentence for each kind of file that would exceed the limit on the size of a file, even with room on the disk."""
     if machine.file_limit is None:
         return []
-    saved, width = _exported(step)
+    saved, width = _exported_parameters(step)
     files = [("the exported model", min(saved * width, _LARGEST_FILE))]
     if step.settings.saves.num and not step.settings.saves.only_model:
         files.append(("a checkpoint", largest_file_bytes(step)))
@@ -207,7 +208,7 @@ def file_problems(step: Step, machine: Machine) -> list[str]:
 
 
 def describe_deficit(place: str, budget: Budget) -> str:
-    """Return the needed, available and missing bytes of one place as a sentence."""
+    """Return the needed, available and missing bytes of a place with a limit as a sentence."""
     assert budget.limit is not None
     return (
         f"{place}: {format_bytes(budget.bytes)} needed, {format_bytes(budget.limit.bytes)} available "

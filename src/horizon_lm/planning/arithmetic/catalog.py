@@ -99,14 +99,14 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def with_host_memory(self, num_bytes: int) -> "Hardware":
-        """Return the machine with this much host memory: a desktop that needs four modules for it has slower memory than with two."""
+        """Return the machine with this much host memory. A desktop that needs four modules for it has slower memory than with two."""
         if num_bytes <= self.desktop.get("two_modules", math.inf):
             return self
         slower = self.desktop["four_modules_bandwidth"]
         bandwidth = dict.fromkeys(self.host_bandwidth, slower)
-        of_several = {"host_bandwidth": slower} if "host_bandwidth" in self.server else {}
+        of_server = {"host_bandwidth": slower} if "host_bandwidth" in self.server else {}
         return replace(
-            self, host_bandwidth=bandwidth, link_both=min(self.link_both, slower), server={**self.server, **of_several}
+            self, host_bandwidth=bandwidth, link_both=min(self.link_both, slower), server={**self.server, **of_server}
         )
 
     @property
@@ -153,33 +153,33 @@ def parse_profile(content: Any, place: str) -> Hardware:
         if name not in content:
             if name not in _OPTIONAL:
                 raise ConfigError(f"{place}: {name} is missing")
-        elif problem := _problem(name, hints[name], content[name]):
+        elif problem := _problem_of_field(name, hints[name], content[name]):
             raise ConfigError(f"{place}: {name} is {content[name]!r}; {problem}")
-    # Profiles of an older doctor lack the seconds of units, and their seconds of parameters, timed on small blocks, contain them. These
-    # are left out.
-    of_units = content.get("unit_update_seconds", {})
-    of_parameters = {name: value for name, value in content.get("update_seconds", {}).items() if name in of_units}
+    # Profiles of an older doctor lack `unit_update_seconds`: their `update_seconds` were timed on small blocks and contain them. Such
+    # `update_seconds` are left out.
+    unit_seconds = content.get("unit_update_seconds", {})
+    seconds = {name: value for name, value in content.get("update_seconds", {}).items() if name in unit_seconds}
     # Whole numbers, all of which are required: JSON's 128e9 is a float.
     whole: dict[str, Any] = {name: int(content[name]) for name, hint in hints.items() if hint is int}
-    return Hardware(**{**content, **whole, "update_seconds": of_parameters})
+    return Hardware(**{**content, **whole, "update_seconds": seconds})
 
 
 def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a profile's own fields and, where it has none, those of the published profile that its field ``base`` names.
+    """Return the fields of a profile, with missing ones taken from the published profile that its field ``base`` names.
 
-    Figures of a server and of a desktop's modules follow from the profile's own host, if it has one. Sources of replaced figures are left
-    out.
+    If the profile describes a host of its own, the base's server gets that host, and the base's modules of a desktop are left out. So are
+    the sources of replaced figures.
     """
     own = dict(content)
     base = own.pop("base")
     if not isinstance(base, str) or base not in published():
-        raise ConfigError(f"{place}: base is {base!r}{_meant(str(base))}; choose one of {', '.join(published())}")
+        raise ConfigError(f"{place}: base is {base!r}{_hint(str(base))}; choose one of {', '.join(published())}")
     inherited = asdict(published()[base])
     sources = {name: source for name, source in inherited.pop("sources").items() if name.partition(".")[0] not in own}
     if "server" not in own and own.keys() & set(_HOST):  # a server with several GPUs has the same host
-        inherited["server"] = _with_host({**inherited, **own})
+        inherited["server"] = _server_with_own_host({**inherited, **own})
         sources.pop("server", None)
-    if "desktop" not in own and own.keys() & set(_HOST):  # its own figures are those of the modules that it has
+    if "desktop" not in own and own.keys() & set(_HOST):  # its figures are those of the modules that it has
         inherited["desktop"] = {key: value for key, value in inherited["desktop"].items() if key not in _MODULES}
         sources = {
             name: source for name, source in sources.items() if name not in [f"desktop.{key}" for key in _MODULES]
@@ -187,8 +187,8 @@ def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {**inherited, "sources": sources, **own}
 
 
-def _with_host(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the server of a profile: its links, with the profile's own cores, memory and bandwidth of the host."""
+def _server_with_own_host(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field ``server`` of a profile, with the cores, memory and bandwidth of the profile's own host."""
     bandwidth = content["host_bandwidth"]
     host = {name: content[name] for name in _HOST if name != "host_bandwidth"}
     if isinstance(bandwidth, dict):  # `parse_profile` rejects any other value
@@ -196,7 +196,7 @@ def _with_host(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content["server"], **host}
 
 
-def _problem(name: str, hint: Any, value: Any) -> str:
+def _problem_of_field(name: str, hint: Any, value: Any) -> str:
     """Return the reason why a field's value is invalid; empty if it is valid."""
     if name == "device":
         return "" if value in ("cuda", "cpu") else "it must be cuda or cpu"
@@ -265,9 +265,9 @@ def find_profile(name: str) -> Hardware:
     Spaces, dashes and the maker's name do not matter. A profile is also found by its GPU's name as the driver reports it, with or without
     its memory.
     """
-    wanted = _plain(name)
+    wanted = _comparable(name)
     for known, profile in published().items():
-        if wanted in map(_plain, (known, profile.gpu, profile.name.partition(",")[0])):
+        if wanted in map(_comparable, (known, profile.gpu, profile.name.partition(",")[0])):
             return profile
     if name.endswith(".json"):
         return read_profile(Path(name).expanduser())
@@ -277,17 +277,17 @@ def find_profile(name: str) -> Hardware:
             '"device": "cpu" (docs/planning.md)'
         )
     raise ConfigError(
-        f"device {name!r} is not known{_meant(name)}; choose one of {', '.join(published())}, or name a file with a profile, "
+        f"device {name!r} is not known{_hint(name)}; choose one of {', '.join(published())}, or name a file with a profile, "
         "MACHINE.json (docs/planning.md)"
     )
 
 
-def _meant(name: str) -> str:
+def _hint(name: str) -> str:
     close = closest_machines(name, published())
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
-def _plain(name: str) -> str:
+def _comparable(name: str) -> str:
     return re.sub(r"nvidia|amd|geforce|rtx|instinct|[^a-z0-9]", "", name.lower())
 
 

@@ -57,14 +57,14 @@ def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
 
 
 def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, room: int | None) -> StepSettings:
-    """Return the settings of a step with a micro-batch, and with as little on the device as the request allows.
+    """Return the settings of a step with this micro-batch, in which as little stays on the device as the request allows.
 
     Args:
         outline, request: as in `choose`.
         micro_batch: sequences of a device micro-batch; None for the whole batch at once.
         room: as from `device_room`.
     """
-    spare = None if room is None else max(0, room)
+    spare = None if room is None else max(0, room)  # None: no limit
     # The compiled code of a whole block cannot be interrupted for its tiles.
     compiled = request.compiled and request.expert_tile is None
     chunk = head_chunk_tokens(spare, outline.layout.vocabulary, outline.compute_bytes, compiled)
@@ -74,6 +74,7 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
         "compiled": compiled,
         **Residency(*request.requested_residency(outline.num_blocks, auto_on_device=room is None)).options(),
     }
+    # The request's fields, with the chosen ones in their place.
     return StepSettings(**{each.name: getattr(request, each.name) for each in fields(request)} | chosen)
 
 
@@ -91,7 +92,7 @@ def _choose_micro_batch(
     if request.device_micro_batch_size:
         step = Step(outline, _settings(outline, request, request.device_micro_batch_size, room))
         return step, _describe_batch(step.settings)
-    sizes = list(_sizes(outline, request, machine))
+    sizes = list(_micro_batch_sizes(outline, request, machine))
     for size in sizes:
         step = Step(outline, _settings(outline, request, size if size < request.rows else None, room))
         batch = _describe_batch(step.settings)
@@ -101,7 +102,7 @@ def _choose_micro_batch(
 
 
 def _describe_batch(settings: StepSettings) -> str:
-    """Return the examples of a step and its micro-batches."""
+    """Return a text about the number of examples of a step, and the sizes of its micro-batches."""
     per_device, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     factors = f"{per_device} × accumulation {accumulation}"
     if settings.num_ranks > 1:
@@ -113,8 +114,8 @@ def _describe_batch(settings: StepSettings) -> str:
     return batch + (", one micro-batch" if len(slices) == 1 else f", {len(slices)} micro-batches of {slices[0]}")
 
 
-def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
-    """Yield micro-batch sizes to try, largest first. If the memory of activations is unknown, only the batch size of the run."""
+def _micro_batch_sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
+    """Yield the sizes of micro-batches to try, largest first; only the batch size if the memory of activations is unknown."""
     if outline.whole_batch_only:
         yield request.rows
         return
@@ -129,8 +130,8 @@ def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterato
 
 
 def _fits(step: Step, machine: Machine, room: int | None) -> bool:
-    """Return whether the memory of the step fits. The setting ``device_memory``, which limits the engine's buffers alone, is not
-    compared here: a smaller micro-batch needs no fewer of them (`Plan.buffers` compares them).
+    """Return whether the memory of the step fits. The setting ``device_memory`` is compared by `Plan.buffers`, not here: a
+    smaller micro-batch needs no fewer of them.
     """
     if not machine.on_host:
         return room is None or device_use(step).total <= room
@@ -155,10 +156,10 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     if step.outline.unknown:
         return requested, "residency on the device is decided with the first batch"
     if request.activation_checkpoints != "auto":
-        return requested, _describe(requested, num_blocks)
+        return requested, _describe_residency(requested, num_blocks)
     if room is None:
-        return requested, _describe(requested, num_blocks, "device memory is host memory")
-    # The buffers include the ring through which activation checkpoints are offloaded, although there is none if all of them stay.
+        return requested, _describe_residency(requested, num_blocks, "device memory is host memory")
+    # The ring for offloading activation checkpoints is counted among the buffers, although it is not needed if all checkpoints stay.
     buffers = sum(buffer_bytes(step.tiled, step.buffer_table, step.buffer_settings()).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory available"
@@ -166,27 +167,27 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     if request.resident_blocks is not None or request.resident_graphs is not None:  # only the checkpoints are open
         boundaries = fitting_boundaries(num_blocks, requested.graphs, left, needed)
         found = replace(requested, boundaries=requested.graphs if boundaries is None else boundaries)
-        return found, _describe(found, num_blocks, why)
+        return found, _describe_residency(found, num_blocks, why)
     found = choose_residency(left, weights, needed)
     # Resident weights are buffers of the engine, which `device_memory` limits. A resident graph needs its block's weights.
     weights_room = left if request.device_memory is None else max(0, request.device_memory - buffers)
     while found.weights and sum(weights[num_blocks - found.weights :]) > weights_room:
         found = Residency(found.boundaries, found.weights - 1, min(found.graphs, found.weights - 1))
-    return found, _describe(found, num_blocks, why)
+    return found, _describe_residency(found, num_blocks, why)
 
 
-def _describe(residency: Residency, num_blocks: int, why: str | None = None) -> str:
-    """Return where activation checkpoints and weights are, with a reason if a plan has chosen it."""
+def _describe_residency(residency: Residency, num_blocks: int, why: str | None = None) -> str:
+    """Return a text about where activation checkpoints and weights are, with ``why`` in parentheses."""
     where = "on the device" if residency.boundaries == num_blocks else "in host memory"
     if 0 < residency.boundaries < num_blocks:
-        where = f"of the {_last(residency.boundaries)} of {num_blocks} on the device, the others in host memory"
+        where = f"of the {_last_blocks(residency.boundaries)} of {num_blocks} on the device, the others in host memory"
     parts = [f"activation checkpoints {where}"]
     if residency.weights:
-        parts.append(f"weights of the {_last(residency.weights)} resident (loaded once per step)")
+        parts.append(f"weights of the {_last_blocks(residency.weights)} resident (loaded once per step)")
     if residency.graphs:
-        parts.append(f"the {_last(residency.graphs)} not recomputed")
+        parts.append(f"the {_last_blocks(residency.graphs)} not recomputed")
     return "; ".join(parts) + ("" if why is None else f" ({why})")
 
 
-def _last(num_blocks: int) -> str:
+def _last_blocks(num_blocks: int) -> str:
     return "last block" if num_blocks == 1 else f"last {num_blocks} blocks"

@@ -43,7 +43,7 @@ def activation_memory(
 
 def _head_bytes(head_peak: Linear[int], hidden: int, tokens: int, chunk_tokens: int | None) -> int:
     """Return the bytes that norm, head and loss need. The arguments are those of `activation_memory`."""
-    # Also the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
+    # Beside `head_peak`: the last block's output and, in chunks, the gradient of that output and a copy of the chunk's hidden states.
     if chunk_tokens is None:
         return head_peak.at(tokens) + hidden
     chunk = min(tokens, chunk_tokens)
@@ -76,8 +76,8 @@ def _block_bytes(micro_batches: Sequence[Footprint], hidden: int) -> tuple[int, 
 def _peak(micro_batches: Sequence[Footprint]) -> int:
     """Return the peak of a block's forward and backward pass, for micro-batches from the largest on.
 
-    With tiles, each micro-batch is computed as far as its experts, and holds ``held`` bytes there, before the first tile. A single one
-    keeps its graph meanwhile; several are computed again.
+    With tiles, all micro-batches are computed up to their experts before the first tile, and each holds ``held`` bytes meanwhile. A single
+    micro-batch also keeps its graph; several are computed again.
     """
     largest = micro_batches[0]
     graph = largest.graph if len(micro_batches) == 1 else 0
@@ -92,7 +92,7 @@ class DeviceUse:
     Attributes:
         buffers: the engine's buffers, by kind.
         checkpoints: activation checkpoints that stay on the device between the forward and backward pass.
-        activations: peak of computations and resident graphs on top of them.
+        activations: peak of computations and resident graphs, beside these checkpoints.
         shared: masks and rotary tables.
     """
 
@@ -147,7 +147,7 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
             (kind.core.footprint.at(batch.rows * per_row).held for kind in outline.kinds if kind.core), default=0
         )
     at_head = step.head.peak.at(min(tokens, settings.chunk_tokens or tokens))
-    # Only what its masks take more than those of training, which `DeviceUse.shared` has. Masks grow with the square of the length.
+    # `DeviceUse.shared` has the masks of training, so only what these masks take more is added. They grow with the square of the length.
     more_masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)
     # Three hidden states of the whole batch exist at once: a block's input, its output in micro-batches, and these concatenated.
     return int(3 * hidden + max(in_block, at_head) + max(0, more_masks) + batch.kept_bytes)
@@ -174,16 +174,16 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> PlannedMe
     base = sum(use.buffers.values()) + use.shared
     seconds: list[float] = [0.0]
     device: list[float] = [base]
-    for moment, change in sorted(_changes(step, spans)):  # at the same moment, memory is freed first
+    for moment, change in sorted(_memory_changes(step, spans)):  # at the same moment, memory is freed first
         seconds.append(moment)
         device.append(max(base, device[-1] + change))
     return PlannedMemory(seconds, device, [host_base] * len(seconds))
 
 
-def _changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
+def _memory_changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
     """Yield the moments at which computations change the memory in use on the device, and the changes in bytes."""
     outline, settings, needed = step.outline, step.settings, step_activations(step)
-    of_slices = [outline.footprints(rows, settings.expert_tile) for rows in settings.slices]
+    footprints = [outline.footprints(rows, settings.expert_tile) for rows in settings.slices]
     for span in spans:
         unit = span.op.unit
         if span.op.stream != Stream.COMPUTE:
@@ -192,10 +192,10 @@ def _changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
             yield span.start, needed.head
             yield span.end, -needed.head
         if unit.is_block:
-            yield from _changes_by_block(step, needed, [each[unit.block_index] for each in of_slices], span)
+            yield from _changes_of_block(step, needed, [each[unit.block_index] for each in footprints], span)
 
 
-def _changes_by_block(
+def _changes_of_block(
     step: Step, needed: ActivationMemory, footprints: Sequence[Footprint], span: Span
 ) -> Iterator[tuple[float, int]]:
     """Yield the moments at which one operation of a block changes the memory in use, and the changes in bytes.
@@ -215,7 +215,7 @@ def _changes_by_block(
     if index >= step.outline.first_differentiated:
         kept += step.boundary if residency.keeps_boundary(index, num_blocks) else 0
         kept += needed.graphs[index] if has_graph else 0
-    # The experts' tiles are computed between two operations of the block, of which the first allocates.
+    # A block with tiles has two operations in each pass, around its tiles: the first allocates, and the last frees.
     if kind == (Kind.ROUTE if is_tiled else Kind.FORWARD):
         yield span.start, forward
     if kind == Kind.FORWARD:

@@ -49,7 +49,7 @@ def _updates_in_backward(request: Request, time: StepTime, rate_of: RateOf) -> I
     if rate is None or rate < (1 + _NOTABLE_GAIN) * time.tokens_per_second:
         return
     clipping = ", but gradients could not be clipped (max_grad_norm: 0)" if request.clips_gradients else ""
-    yield f"update_in_backward: true would give {_instead(rate, time)}: updates also run under the backward pass{clipping}"
+    yield f"update_in_backward: true would give {_rate_instead(rate, time)}: updates also run under the backward pass{clipping}"
 
 
 def _more_tokens(request: Request, time: StepTime, tokens: int, rate_of: RateOf) -> Iterator[str]:
@@ -57,24 +57,24 @@ def _more_tokens(request: Request, time: StepTime, tokens: int, rate_of: RateOf)
 
     A batch is useful up to the size with which computation hides all transfers and updates that a step waits for now.
     """
-    # Each with the tokens from which it is hidden.
-    not_hidden = {what: least for what, least in time.hidden_from_tokens.items() if least > tokens}
+    # The causes of waiting that are not hidden now, each with the tokens from which it is.
+    not_hidden = {cause: least for cause, least in time.hidden_from_tokens.items() if least > tokens}
     for times in _factors(max(not_hidden.values(), default=0), tokens):
         rate = rate_of(_with_rows(request, times))
         if rate is None:  # it does not fit
             continue
         if rate < (1 + _NOTABLE_GAIN_OF_ROWS) * time.tokens_per_second:
             return
-        hidden = [CAUSE_TITLES[what] for what, least in not_hidden.items() if least <= times * tokens]
+        hidden = [CAUSE_TITLES[cause] for cause, least in not_hidden.items() if least <= times * tokens]
         overlapped = f", {' and '.join(hidden)} fully overlapped" if hidden else ""
         batch = f"per_device_train_batch_size: {request.per_device_train_batch_size * times}, {times * tokens:,} tokens a step,"
-        yield f"{batch} would give {_instead(rate, time)}{overlapped}; a larger batch may need another learning rate"
+        yield f"{batch} would give {_rate_instead(rate, time)}{overlapped}; a larger batch may need another learning rate"
         return
 
 
 def _factors(least: int, tokens: int) -> list[int]:
-    """Return the factors to try for a step's tokens, largest first: the smallest one that makes them at least ``least``, and the powers of
-    two below it. Of these only factors up to `_MOST_ROWS` are tried, and none that leaves the step as it is.
+    """Return the factors from 2 to `_MOST_ROWS` by which to multiply a step's tokens, largest first: the smallest factor that makes
+    ``least`` tokens or more, and the powers of two below it.
     """
     factor = -(-least // tokens)
     powers = [2**power for power in range(_MOST_ROWS.bit_length() - 1, 0, -1)]
@@ -91,5 +91,5 @@ def _with_rows(request: Request, times: int) -> Request:
     )
 
 
-def _instead(rate: float, time: StepTime) -> str:
+def _rate_instead(rate: float, time: StepTime) -> str:
     return f"{rate:,.0f} tokens/s instead of {time.tokens_per_second:,.0f}"

@@ -15,14 +15,14 @@ from horizon_lm.planning.arithmetic.step import Step
 
 WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # bytes of the streamed half
 _LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}
-SAVED_BYTES = {name: streamed + _LOW_HALF_BYTES[name] for name, streamed in WEIGHT_BYTES.items()}  # of both
+SAVED_BYTES = {name: streamed + _LOW_HALF_BYTES[name] for name, streamed in WEIGHT_BYTES.items()}  # of both halves
 
 
 def host_bytes(step: Step) -> Mapping[str, int]:
     """Return the host memory of a run in bytes, by kind."""
     settings, layout = step.settings, step.tiled.model
     grads = list(layout.slabs())
-    if settings.update_in_backward:  # they go through landing slots, but for those of a tied table
+    if settings.update_in_backward:  # gradients go through landing slots, except for a tied table's
         grads = list(layout.units[EMBED].of_weights) if layout.tied else []
     masters = _units_with_masters(step)
     kinds = {
@@ -32,7 +32,7 @@ def host_bytes(step: Step) -> Mapping[str, int]:
             slab.own_bytes(_LOW_HALF_BYTES[_precision(slab, step)]) for slab in layout.slabs() if slab.unit in masters
         ),
         "grads": sum(slab.own_grad_bytes(_grad_bytes(slab, step)) for slab in grads),
-        "moments": _moments(step, layout),
+        "moments": _bytes_of_moments(step, layout),
         "landing": _landing_slot_bytes(step) if settings.update_in_backward else 0,
         "boundaries": step.waiting * step.boundary,
     }
@@ -40,14 +40,14 @@ def host_bytes(step: Step) -> Mapping[str, int]:
 
 
 def checkpoint_bytes(step: Step) -> int:
-    """Return the bytes of the slabs in a checkpoint, which all ranks write."""
+    """Return the bytes of all slabs in a checkpoint, of which each rank writes its range."""
     layout, total = step.outline.layout, 0
     for unit in _units_with_masters(step):
         for slab in layout.units[unit].of_weights:
             # The two halves of a weight are in slabs of their own.
             for bytes_of_half in (WEIGHT_BYTES, _LOW_HALF_BYTES):
                 total += page_aligned(slab.layout.numel * bytes_of_half[_precision(slab, step)])
-    return total + _moments(step, layout.on(WHOLE))
+    return total + _bytes_of_moments(step, layout.on(WHOLE))
 
 
 # At most, for each tensor of a slab: its lines in the header of a file, with one for padding, and in the manifest.
@@ -63,15 +63,15 @@ def checkpoint_files_bytes(step: Step) -> int:
     for unit in _units_with_masters(step):
         for slab in layout.units[unit].of_weights:
             halves = 2 if _LOW_HALF_BYTES[_precision(slab, step)] else 1
-            with_moments = len(slab.layout.entries) if slab.grad_layout.entries else 0
-            num = len(slab.layout.entries) * halves + with_moments * num_moments
-            headers += page_aligned(num * _HEADER_BYTES)
-            num_tensors += num
+            num_with_moments = len(slab.layout.entries) if slab.grad_layout.entries else 0
+            num_in_file = len(slab.layout.entries) * halves + num_with_moments * num_moments
+            headers += page_aligned(num_in_file * _HEADER_BYTES)
+            num_tensors += num_in_file
     return headers * settings.shard.count + num_tensors * _MANIFEST_BYTES + _STATE_BYTES
 
 
 def largest_file_bytes(step: Step) -> int:
-    """Return the bytes of the largest file of a checkpoint, which holds a rank's range of a slab."""
+    """Return the bytes of the largest file of a checkpoint. A file holds one rank's range of a slab, with its moments."""
     settings, layout = step.settings, step.outline.layout
     masters, moments = _units_with_masters(step), step.moments
     files = (
@@ -95,31 +95,31 @@ def _units_with_masters(step: Step) -> Collection[Unit]:
     layout = step.outline.layout
     if not step.outline.base_is_frozen:
         return layout.units
-    # The weights of a unit in float32 are saved with its others, if any of both are trained.
+    # A unit's slab in float32 is saved with its other slab, if weights of either are trained.
     return [unit for unit, slabs in layout.units.items() if slabs.grad_layout.numel]
 
 
-def _moments(step: Step, layout: ModelLayout[StorageLayout]) -> int:
+def _bytes_of_moments(step: Step, layout: ModelLayout[StorageLayout]) -> int:
     """Return the bytes of a rank's range of all moments; 8-bit moments with their scales."""
-    return sum(_moment_bytes(layout, names, step.settings.moments) for names in step.moments)
+    return sum(_bytes_of_moment(layout, names, step.settings.moments) for names in step.moments)
 
 
 @lru_cache(256)  # a plan tries many settings of the same few layouts
-def _moment_bytes(layout: ModelLayout[StorageLayout], names: frozenset[str], kind: str) -> int:
+def _bytes_of_moment(layout: ModelLayout[StorageLayout], names: frozenset[str], kind: str) -> int:
     """Return the bytes of a rank's range of one moment of these parameters."""
     moments = (MomentLayout(slab, names, kind == "8bit") for slab in layout.slabs())
     return sum(moment.own_bytes(MOMENT_BYTES[kind]) for moment in moments)
 
 
 def _landing_slot_bytes(step: Step) -> int:
-    """Return the bytes of the landing slots, in which gradients wait for their update: two that all blocks share, and one for each other
-    unit. A tied table, which is also the head's, has a gradient slab instead of slots.
+    """Return the bytes of the landing slots, in which gradients wait for their update: all blocks share two, and each other unit has one. A
+    table tied to the head has a gradient slab instead.
     """
     layout, grad_bytes = step.tiled.model, step.settings.grad_bytes
-    slots = [[layout.units[unit] for unit in layout.blocks]] * 2
-    slots += [[layout.units[unit]] for unit in (OUTER, *(() if layout.tied else (HEAD,)))]
-    found = sum(plain * grad_bytes + float32 * 4 for plain, float32 in map(landing_numels, slots))
+    units_of_slots = [[layout.units[unit] for unit in layout.blocks]] * 2
+    units_of_slots += [[layout.units[unit]] for unit in (OUTER, *(() if layout.tied else (HEAD,)))]
+    total = sum(plain * grad_bytes + float32 * 4 for plain, float32 in map(landing_numels, units_of_slots))
     if layout.trained_numel(EMBED) and not layout.tied:
         # A table has a slot for the rows that are read, and a row of zeros for all others.
-        found += (step.table_rows + 1) * layout.hidden * grad_bytes
-    return found
+        total += (step.table_rows + 1) * layout.hidden * grad_bytes
+    return total

@@ -34,8 +34,7 @@ class Interconnect:
         """Return the bytes per second that a rank receives when the ranges of ``ranks`` ranks are gathered; infinite if they cross
         neither links between devices nor a network.
 
-        Data travel in a ring, in which every link between neighbours, and so the one that enters a machine, carries all that its receiver
-        lacks.
+        Data travel in a ring: each link between neighbours carries all bytes that its receiver lacks, also a link into another machine.
         """
         received = (ranks - 1) / ranks
         return self._rate(
@@ -45,7 +44,7 @@ class Interconnect:
         )
 
     def reduce_rate(self, ranks: int, copies: int, itemsize: int = 4) -> float:
-        """Return the rate of a sum of gradients, in bytes per second of what a rank would receive if it got its range from all others.
+        """Return the bytes per second of a sum of gradients, counted as if a rank received its range from each other rank.
 
         If a copy of the model spans machines with several devices, the sums go along a chain of these machines instead, and a machine in
         the middle receives the most.
@@ -60,7 +59,7 @@ class Interconnect:
         num_machines = max(1, ranks // self.gpus)  # of a copy
         if num_machines > 1 and self.gpus > 1:
             within = (self.gpus - 1) / self.gpus  # the parts of all ranges that a device adds up for its machine
-            # The sums so far of all ranges, in float32. One between two others also gets its own ranges back from the last one.
+            # The sums so far of all ranges, in float32. A machine between two others also gets its own ranges back from the last machine.
             into_machine = 4 / itemsize + (1 / num_machines if num_machines > 2 else 0.0)
         else:
             neighbours = min(ranks, self.gpus)  # ranks of a copy within a machine
@@ -75,10 +74,10 @@ class Interconnect:
         """Return the rate of a collective that ends once the slower of both kinds of links has moved its bytes; infinite if none has to.
 
         Args:
-            received: what a rank receives. This and the others are shares of the bytes of all ranks together.
+            received: what counts as received by a rank. All three arguments are shares of the bytes of all ranks together.
             within: what a device receives from its own machine. Without links between the devices it costs no time here: it crosses
-                those to the host, where `schedule.simulate` counts it (`through_host`).
-            into_machine: what a machine receives from others.
+                the links to the host, where `schedule.simulate` counts it (`through_host`).
+            into_machine: what a machine receives from other machines.
         """
         within_seconds = within / self.peer if self.peer else 0.0
         network_seconds = into_machine / self.network if self.network else 0.0
@@ -87,9 +86,9 @@ class Interconnect:
 
 
 def connect(hardware: Hardware, gpus: int, machines: int) -> tuple[Hardware, Interconnect]:
-    """Return the rates that each of several equal devices has of its machine, and the links between the devices.
+    """Return one device's share of its machine as a profile, and the links between the devices.
 
-    Memory stays that of the machine, because a plan compares it with the sum over all of its processes.
+    Host memory is not divided, because a plan compares it with the sum over all processes of a machine.
 
     Args:
         hardware: profile of a machine with one device.
@@ -104,7 +103,7 @@ def connect(hardware: Hardware, gpus: int, machines: int) -> tuple[Hardware, Int
     cores, memory, bandwidth = hardware.cores, float(hardware.host_memory), hardware.host_rate
     if gpus > 1:
         cores, memory, bandwidth = int(server["cores"]), server["host_memory"], server["host_bandwidth"]
-    share = replace(
+    one_share = replace(
         hardware,
         cores=max(1, cores // gpus),
         host_memory=int(memory),
@@ -115,7 +114,7 @@ def connect(hardware: Hardware, gpus: int, machines: int) -> tuple[Hardware, Int
         disk_read=hardware.disk_read / gpus,
     )
     network = server["network"] if machines > 1 else 0.0
-    return share, Interconnect(gpus, machines, peer=server.get("peer", 0.0), network=network)
+    return one_share, Interconnect(gpus, machines, peer=server.get("peer", 0.0), network=network)
 
 
 def _require_links(hardware: Hardware, gpus: int, machines: int) -> None:

@@ -14,7 +14,7 @@ def orthogonalizing_work(matrices: Iterable[MatrixShape]) -> Work:
         short, long = sorted((rows, columns))
         # Each iteration has three products: the matrix by its transpose, that product by itself, and a sum of both by the matrix.
         products = 4 * short * short * long + 2 * short**3
-        touched = 2 * (4 * short * long + 5 * short * short)
+        touched = 2 * (4 * short * long + 5 * short * short)  # bytes that they read and write, 2 for an element
         steps = count * ORTHOGONALIZING_STEPS
         groups = -(-count // _at_once(count, rows, columns))
         # Around the iterations are five operations: the matrix is rounded, its norm is computed and clamped, it is divided by the norm
@@ -27,7 +27,7 @@ def orthogonalizing_work(matrices: Iterable[MatrixShape]) -> Work:
 
 
 def orthogonalizing_bytes(matrices: Iterable[MatrixShape]) -> int:
-    """Return the device memory that orthogonalizing the largest of these matrices takes beside its place."""
+    """Return the most device memory that orthogonalizing one of these groups of matrices takes, beside the matrices themselves."""
     return max((_group_bytes(*each) for each in matrices), default=0)
 
 

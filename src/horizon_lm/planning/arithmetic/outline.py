@@ -10,7 +10,7 @@ from horizon_lm.memory.layout.units import StorageLayout
 
 
 class _Amounts:
-    """Amounts that are added, subtracted and multiplied field by field."""
+    """Base of dataclasses with slots whose fields are added, subtracted and multiplied one by one."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -35,7 +35,7 @@ class Footprint(_Amounts):
         graph: activations kept for a later backward pass, including outputs.
         peak: peak of the forward and backward pass.
         experts: peak of the experts if they are computed tile by tile, apart from the block; 0 otherwise.
-        held: bytes that the block holds meanwhile, for each micro-batch.
+        held: bytes that the block holds while its experts are computed, for each micro-batch.
         casts: bytes of the weights that are cast to FP8, once for all micro-batches. A kept graph keeps half of them.
     """
 
@@ -115,9 +115,9 @@ class BlockKind:
         indices: indices of these blocks.
         footprint: bytes of whole blocks.
         forward_peak: peak bytes of a forward pass without a graph.
-        forward, recompute, backward: work of a forward pass, of one that is computed again for its graph, without what nobody reads, and
-            of a backward pass with an existing graph.
-        core: the costs without experts; None if they cannot be cut into tiles.
+        forward, recompute, backward: work of a forward pass, of computing it again for its graph, without products that nobody reads,
+            and of a backward pass with an existing graph.
+        core: the costs without experts; None if the experts cannot be cut into tiles.
         casts: work of casting weights to FP8 for a forward and a backward pass, once for all micro-batches.
     """
 
@@ -221,8 +221,8 @@ class ModelOutline:
         return [of_blocks[index] for index in range(self.num_blocks)]
 
     def step_flops(self, tokens: int) -> float:
-        """Return the model's operations in a training step of ``tokens``, not counting recomputation: three times those of a forward
-        pass. If the base is frozen, products with weights count twice: there are none for their gradients.
+        """Return the model's operations in a training step of ``tokens``, without recomputation: three times the operations of a forward
+        pass. With a frozen base, products with weights count only twice, because their gradients are not computed.
         """
         rows = tokens / self.length
         attention = sum((kind.forward.at(rows) * len(kind.indices)).attention for kind in self.kinds)

@@ -15,13 +15,13 @@ _READ_AND_WRITTEN = ("weights", "low_halves", "moments")  # by an update
 
 
 def plain_reasons(step: Step, machine: Machine, time: StepTime | None) -> list[str]:
-    """Return a sentence with the bytes and the time of plain training; none if the GPU is too small for it, or this is unknown."""
+    """Return a sentence with the bytes and the time of plain training; none if it does not fit the GPU, or if that is unknown."""
     settings = step.settings
     if machine.on_host or not machine.device_limits or settings.num_ranks > 1 or step.outline.unknown:
         return []
-    if step.outline.trains_decoded:  # what it would take decoded is not what is planned here
+    if step.outline.trains_decoded:  # plain training decodes the base, whose size this plan does not have
         return []
-    # Weights, gradients and moments are there instead of in host memory, and all activation checkpoints.
+    # Plain training has weights, gradients and moments on the GPU, not in host memory, and all activation checkpoints, too.
     state = {kind: num_bytes for kind, num_bytes in host_bytes(step).items() if kind != "boundaries"}
     use = device_use(replace(step, settings=settings.keeping(Residency(step.outline.num_blocks))))
     available = min(limit.bytes for limit in machine.device_limits)

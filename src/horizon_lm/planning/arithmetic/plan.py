@@ -123,31 +123,31 @@ class _Planner:
     def plan(self, request: Request) -> Plan:
         """Return the plan of a request. Moments left open are in bfloat16 if that makes a step notably shorter, else in float32."""
         if request.moments != "auto":
-            return self._with_moments(request)
-        exact = self._with_moments(replace(request, moments="float32"))
-        lighter = self._with_moments(replace(request, moments="bfloat16"))
+            return self._plan_with_tile(request)
+        exact = self._plan_with_tile(replace(request, moments="float32"))
+        lighter = self._plan_with_tile(replace(request, moments="bfloat16"))
         if exact.time is None or lighter.time is None:
-            return _because("moments: float32, because the time of a step is unknown", exact)
+            return _with_reason("moments: float32, because the time of a step is unknown", exact)
         saved = 1 - lighter.time.seconds / exact.time.seconds
         if saved < _NOTABLE_SHARE:
-            return _because("moments: float32, because updates are overlapped", exact)
+            return _with_reason("moments: float32, because updates are overlapped", exact)
         reason = f"moments: bfloat16, because updates are not fully overlapped: a step is {saved:.0%} shorter than with float32"
-        return _because(reason, lighter)
+        return _with_reason(reason, lighter)
 
-    def _with_moments(self, request: Request) -> Plan:
-        """Return the plan of a request whose moments are settled."""
+    def _plan_with_tile(self, request: Request) -> Plan:
+        """Return the plan of a request whose moments are settled, and whose tile of experts may be left open."""
         if request.expert_tile != "auto":
-            return self._with_tile(request)
+            return self._timed_plan(request)
         tile, why = self._choose_tile(request)
-        chosen = self._with_tile(replace(request, expert_tile=tile))
+        chosen = self._timed_plan(replace(request, expert_tile=tile))
         if why:
-            chosen = _because(f"expert_tile: {tile}, because {why}", chosen)
-        # The request still leaves the tile open: with the changes of a remedy, another one may be the best.
+            chosen = _with_reason(f"expert_tile: {tile}, because {why}", chosen)
+        # The plan keeps the request with the open tile: with the changes of a remedy, another tile may be the best.
         return replace(chosen, request=request)
 
-    def _with_tile(self, request: Request) -> Plan:
+    def _timed_plan(self, request: Request) -> Plan:
         """Return the plan of a request whose moments and tile are settled, with its times and all of its reasons."""
-        plan, machine = self._tried(request), self._machine
+        plan, machine = self._untimed_plan(request), self._machine
         typical_step = self._typical_step(plan.step)
         simulation = _simulation(typical_step, machine) if self._priced else None
         time = None if simulation is None else simulation.step_time()
@@ -161,7 +161,7 @@ class _Planner:
             save=simulation.save_time() if simulation and has_checkpoints and is_disk_known else None,
         )  # fmt: skip
 
-    def _tried(self, request: Request) -> Plan:
+    def _untimed_plan(self, request: Request) -> Plan:
         """Return the plan of a request whose moments and tile are settled, without times, to compare it with others.
 
         Its reasons are those of `choose` alone.
@@ -178,7 +178,7 @@ class _Planner:
 
     def _rate_of(self, request: Request) -> float | None:
         """Return the tokens per second of the request's typical step; None if it does not fit. Only for machines whose rates are known."""
-        plan = self._tried(request)
+        plan = self._untimed_plan(request)
         if plan.memory_deficit:
             return None
         step = self._typical_step(plan.step)
@@ -190,14 +190,14 @@ class _Planner:
         """Return the step with sequences of typical length."""
         return replace(step, outline=self._typical)
 
-    # The search for a tile compares plans that are not priced: an estimate of their seconds is enough.
+    # The search for a tile compares plans without times, by estimates of their seconds.
 
     def _choose_tile(self, request: Request) -> tuple[int | None, str]:
-        """Return the number of experts in a tile, and why blocks are cut; None and no reason for whole blocks."""
+        """Return the number of experts in a tile, and the reason why blocks are cut; None and "" for whole blocks."""
         sizes = tile_sizes(self._outline, request)
         if not sizes:
             return None, ""
-        whole = self._tried(replace(request, expert_tile=None))
+        whole = self._untimed_plan(replace(request, expert_tile=None))
         if whole.memory_deficit:
             return self._choose_tile_that_fits(request, sizes, whole)
         return self._choose_tile_that_saves_time(request, sizes, whole)
@@ -206,10 +206,10 @@ class _Planner:
         """Choose the tile with the shortest step, or the largest one if the rates are unknown. If none fits, choose what lacks the
         least memory, without a reason.
         """
-        smallest = self._tried(replace(request, expert_tile=sizes[-1]))
+        smallest = self._untimed_plan(replace(request, expert_tile=sizes[-1]))
         if smallest.memory_deficit:  # a larger tile takes no less
             return min(whole, smallest, key=_missing_memory).step.settings.expert_tile, ""
-        fitting = self._fitting(request, sizes)
+        fitting = self._largest_fitting(request, sizes)
         best = min(fitting, key=self._estimated_seconds) if self._has_rates else fitting[0]
         return best.step.settings.expert_tile, "whole blocks do not fit the device twice"
 
@@ -217,8 +217,8 @@ class _Planner:
         self, request: Request, sizes: Sequence[int], whole: Plan
     ) -> tuple[int | None, str]:
         """Choose the tile with the shortest step if it is notably shorter than that of whole blocks, which fit."""
-        # A tile leaves room for larger micro-batches, of which a step then has fewer, and for the rest of a block, which then stays.
-        fitting = self._fitting(request, sizes) if self._has_rates else []
+        # Tiles leave room for larger and so fewer micro-batches, and for keeping the rest of a block on the device.
+        fitting = self._largest_fitting(request, sizes) if self._has_rates else []
         if not fitting:
             return None, ""
         best = min(fitting, key=self._estimated_seconds)
@@ -227,9 +227,9 @@ class _Planner:
             return None, ""
         return best.step.settings.expert_tile, f"a step is {saved:.0%} shorter than with whole blocks"
 
-    def _fitting(self, request: Request, sizes: Sequence[int]) -> list[Plan]:
+    def _largest_fitting(self, request: Request, sizes: Sequence[int]) -> list[Plan]:
         """Return the plans with the largest tiles that fit, largest first."""
-        plans = (self._tried(replace(request, expert_tile=size)) for size in sizes)
+        plans = (self._untimed_plan(replace(request, expert_tile=size)) for size in sizes)
         return list(islice((plan for plan in plans if not plan.memory_deficit), _MOST_TILE_SIZES))
 
     @property
@@ -237,13 +237,13 @@ class _Planner:
         return self._priced and self._machine.hardware is not None and not self._typical.unknown
 
     def _estimated_seconds(self, plan: Plan) -> float:
-        """Return about the seconds of a typical step of a plan. Call this only if `_has_rates`."""
+        """Return approximately the seconds of a typical step of a plan. Call this only if `_has_rates`."""
         simulation = _simulation(self._typical_step(plan.step), self._machine)
         assert simulation is not None
         return simulation.estimated_seconds()
 
 
-def _because(reason: str, plan: Plan) -> Plan:
+def _with_reason(reason: str, plan: Plan) -> Plan:
     """Return the plan with one more reason, before its others."""
     return replace(plan, reasons=[reason, *plan.reasons])
 
@@ -264,13 +264,13 @@ def _missing_memory(plan: Plan) -> int:
 
 
 def _reasons(plan: Plan, typical: Step, time: StepTime | None, faster: Iterable[str]) -> Iterator[str]:
-    """Yield the reasons for the settings, what is not proven or not possible, and what would make a step shorter.
+    """Yield sentences about the settings, about limits of model and machine, and about changes that would make a step shorter.
 
     Args:
         plan: a plan with the reasons for its choices.
         typical: its step with sequences of typical length.
         time: time of the typical step; None if unknown.
-        faster: what would make it shorter.
+        faster: sentences about changes that make the step shorter.
     """
     outline, machine = plan.step.outline, plan.machine
     if outline.base_is_frozen:

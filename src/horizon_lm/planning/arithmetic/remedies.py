@@ -39,7 +39,7 @@ class Change:
     of_outline: Mapping[str, Any] = field(default_factory=dict)
 
     def request_fields(self) -> dict[str, Any]:
-        """Return all that changes in a request, by name."""
+        """Return the changed fields of a `Request`, by name."""
         return {name: self.settings[name] for name in Request.names() if name in self.settings} | dict(self.of_request)
 
 
@@ -66,7 +66,7 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     """
     if not plan.memory_deficit:
         return []
-    changes = list(_changes(plan))
+    changes = list(_helpful_changes(plan))
     return (
         _small_remedies(plan, changes, outline_for)
         or _minimal_remedy(plan, changes, outline_for)
@@ -76,7 +76,7 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
 
 
 def _small_remedies(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
-    """Return the first remedies of one change, of two, and of three, none of which has all changes of another."""
+    """Return the first remedies of one, two and three changes, without remedies that contain all changes of a smaller one."""
     found: dict[frozenset[int], Remedy] = {}  # by the indices of the changes
     for count in range(1, min(_MOST, len(changes)) + 1):
         for chosen in combinations(range(len(changes)), count):
@@ -93,13 +93,13 @@ def _small_remedies(plan: Plan, changes: Sequence[Change], outline_for: OutlineF
 
 
 def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
-    """Return at most one remedy: the strongest change of each setting, which is its last one, without those that are not necessary."""
+    """Return at most one remedy: of the strongest change of each setting, which is its last, all changes that are necessary."""
     parts: list[Change] = []
     for change in reversed(changes):
         if not any(change.settings.keys() & part.settings.keys() for part in parts):
             parts.insert(0, change)
     best = _remedy_of(plan, parts, outline_for)
-    # The costliest is dropped first. To drop one may even make a remedy of changes that are none together: a model may not support it.
+    # The costliest change is dropped first. A set without it may be a remedy where the whole set is none: a model may not support it.
     for dropped in reversed(parts):
         fewer = [part for part in parts if part is not dropped]
         if (remedy := _remedy_of(plan, fewer, outline_for)) is not None:
@@ -110,8 +110,8 @@ def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineF
 def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     """Return one remedy for a run of long rows: the longest rows of 2^n tokens, below half of the present length, with which it fits.
 
-    If it does not fit even with the shortest rows, the changes of settings with which these fit are part of the remedy. Empty for a run of
-    short rows, and if there are no such changes.
+    If the run does not fit even with the shortest rows, the remedy also has the changes of settings with which they fit. Empty for a run
+    of short rows, and if there are no such changes.
     """
     length = plan.step.outline.length
     if length <= _LONG_ROWS:
@@ -155,7 +155,7 @@ def _shortened(plan: Plan, request: Request, tokens: int, outline_for: OutlineFo
 
 
 def smallest(plan: Plan) -> Remedy:
-    """Return the changes with which the same run takes the fewest bytes per parameter, with its plan, which may not fit either."""
+    """Return the changes with which the same run takes the fewest bytes per parameter, and its plan; even this plan may not fit."""
     settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit"}
     request = replace(plan.request, precision="bf16", grad_bytes=2, moments="8bit")
     for optimizer in _lighter_optimizers(request):  # the last one keeps the fewest bytes
@@ -189,7 +189,7 @@ def _remedy_of(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -
     return Remedy(settings, "; ".join(each.cost for each in changes), changed)
 
 
-def _changes(plan: Plan) -> Iterator[Change]:
+def _helpful_changes(plan: Plan) -> Iterator[Change]:
     """Yield changes that may help, cheapest first."""
     on_device = plan.device.deficit or plan.buffers.deficit or plan.machine.on_host
     if on_device:
@@ -218,7 +218,7 @@ _ONE_ROW = Change(
 
 
 def _less_at_once(plan: Plan) -> Iterator[Change]:
-    """Yield the changes by which less of a batch is on the device at once, and last the one by which the run may use more of the device."""
+    """Yield the changes with which less of a batch is on the device at once, and last a larger limit on the engine's device memory."""
     request, micro_batch = plan.request, plan.step.settings.slices[0]
     if request.head == "whole":
         yield Change({"head": "chunked"}, "loss over chunks of tokens, so no logits are returned")
@@ -264,14 +264,14 @@ def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
 
 def _lighter_optimizers(request: Request) -> Iterator[Change]:
     """Yield the optimizers with fewer moments than that of the run, the one that leaves the fewest bytes per parameter last."""
-    own = request.optimizer
 
-    def held_bytes(named: tuple[str, OptimizerEntry]) -> tuple[int, bool]:
-        """Return the bytes of an optimizer's moments, and whether it needs gradients of the whole model beside them."""
+    def memory_order(named: tuple[str, OptimizerEntry]) -> tuple[int, bool]:
+        """Return the bytes of an optimizer's moments and, to order equal ones, whether it needs all gradients at once beside them."""
         return named[1].moment_bytes(request.moments), not named[1].updates_in_backward
 
-    lighter = [each for each in request.optimizers.items() if held_bytes(each)[0] < own.moment_bytes(request.moments)]
-    for name, optimizer in sorted(lighter, key=held_bytes, reverse=True):
+    own, moments, optimizers = request.optimizer, request.moments, request.optimizers.items()
+    lighter = [(name, each) for name, each in optimizers if each.moment_bytes(moments) < own.moment_bytes(moments)]
+    for name, optimizer in sorted(lighter, key=memory_order, reverse=True):
         held = f"{optimizer.name} instead of {own.name}, with fewer moments: {optimizer.moments_held}"
         cost = f"{held}; its updates differ, so another learning rate is needed"
         yield Change({"optim": name}, cost, {"optimizer": optimizer})

@@ -20,7 +20,7 @@ from horizon_lm.schedule.trace import write_chrome
 _TITLES = {
     "host": "host memory", "device": "device memory", "buffers": "device buffers", "disk": "disk", "download": "download disk",
 }  # fmt: skip
-_TOKENS = 1_000_000  # whose hours are stated if the number of steps is unknown
+_TOKENS = 1_000_000  # the tokens whose duration is stated if the number of steps is unknown
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
@@ -31,8 +31,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         if place == "device" and plan.machine.on_host:
             yield _row("device", "part of host memory")
         elif _is_shown(place, budget):
-            yield _row(place, f"{_of_limit(budget)}{_of_each(plan, place)}")
-    yield _row("time", _time(plan))
+            yield _row(place, f"{_bytes_of_limit(budget)}{_for_each_process(plan, place)}")
+    yield _row("time", _rate_and_time(plan))
     yield from (f"note: {note}" for note in (*plan.machine.notes, plan.step.outline.unproven) if note)
 
 
@@ -41,25 +41,25 @@ def _row(place: str, text: str) -> str:
 
 
 def _is_shown(place: str, budget: Budget) -> bool:
-    """Return whether something is needed in a place, and for the buffers, whether they are limited themselves."""
+    """Return whether a place needs any bytes. Buffers are part of the device memory, so they are shown only if they have a limit."""
     return bool(budget.items) and (place != "buffers" or bool(budget.limits))
 
 
-def _of_limit(budget: Budget) -> str:
-    """Return the needed bytes of a place beside those that it has; if they are too few, also what limits them."""
+def _bytes_of_limit(budget: Budget) -> str:
+    """Return the needed and the available bytes of a place as text; if they do not suffice, also the name of the limit."""
     if budget.limit is None:
         return format_bytes(budget.bytes)
     of_limit = f"{format_bytes(budget.bytes)} of {format_bytes(budget.limit.bytes)}"
     return f"{of_limit} ({budget.limit.name}), {format_bytes(budget.deficit)} short" if budget.deficit else of_limit
 
 
-def _of_each(plan: Plan, place: str) -> str:
+def _for_each_process(plan: Plan, place: str) -> str:
     """Return " for each of 8 processes" if the processes of a machine share the place; empty otherwise."""
     num_processes = plan.machine.num_processes
     return f" for each of {num_processes} processes" if place == "host" and num_processes > 1 else ""
 
 
-def _time(plan: Plan) -> str:
+def _rate_and_time(plan: Plan) -> str:
     """Return the rate of a plan, and the time of all steps or of a million tokens; or why they are unknown."""
     time, steps = plan.time, plan.request.num_steps
     if time is None:
@@ -85,7 +85,7 @@ def detail_lines(plan: Plan) -> Iterator[str]:
     active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.layout.num_parameters else ""
     yield (
         f"{outline.name}: {_billions(outline.layout.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
-        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_and_process(plan)}"
+        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_and_each_process(plan)}"
     )
     if outline.routed_tokens and plan.request.num_ranks == 1:
         yield (
@@ -108,7 +108,7 @@ def detail_lines(plan: Plan) -> Iterator[str]:
     yield from _time_lines(plan)
 
 
-def _and_process(plan: Plan) -> str:
+def _and_each_process(plan: Plan) -> str:
     """Return the end of "... tokens per step and process; 4 processes share the model". Empty for one process."""
     ranks, shard = plan.request.num_ranks, plan.request.shard
     if ranks == 1:
@@ -123,7 +123,7 @@ def _and_process(plan: Plan) -> str:
 
 
 def _budget_lines(place: str, budget: Budget, num_processes: int) -> Iterator[str]:
-    """Yield the items of a place, of one of the processes that share it."""
+    """Yield the title, the items and the total of a place, for one of the processes that share it."""
     yield _TITLES[place] + (" of each process" if num_processes > 1 else "")
     of_all = f"all {num_processes} processes of a machine"
     width = max(map(len, (*(item.name for item in budget.items), of_all if num_processes > 1 else "total")))
@@ -193,13 +193,13 @@ _SAVE_SHARE = 0.02  # of a run's time that checkpoints may cost without a remark
 
 
 def _save_advice(plan: Plan) -> str:
-    """Return the advice to save less often if checkpoints cost more than `_SAVE_SHARE` of the time; empty if they do not."""
+    """Return the advice to save less often if checkpoints cost more than `_SAVE_SHARE` of the run's time; empty otherwise."""
     assert plan.save is not None
     assert plan.time is not None
     save_steps = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))
     steps, saves = plan.request.num_steps, plan.request.saves
     num_regular = saves.num - saves.of_best
-    # Regular saves cut the steps of the run into one interval more than there are saves.
+    # n regular saves cut the steps of the run into n + 1 intervals: their length is the present ``save_steps``.
     if steps is None or not num_regular or save_steps <= steps / (num_regular + 1):
         return ""
     return f"; save_steps: {save_steps} would keep that below {_SAVE_SHARE:.0%} of the time"
@@ -211,7 +211,7 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     for place, budget in plan.budgets.items():
         if budget.items and budget.limit is not None:
             yield (
-                f"{_TITLES[place]}: {format_bytes(budget.bytes)} planned{_of_each(plan, place)}, "
+                f"{_TITLES[place]}: {format_bytes(budget.bytes)} planned{_for_each_process(plan, place)}, "
                 f"{format_bytes(budget.limit.bytes)} available ({budget.limit.name})"
             )
     if plan.time is not None and plan.time.run_seconds is not None:
@@ -229,7 +229,7 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
     if plan.memory_deficit and not remedies:
         yield "No settings make it fit: use a smaller model (horizon-lm plan --largest lists those that fit) or more memory."
     if plan.memory_deficit and all("use_peft" in each.settings for each in remedies):  # full training does not fit
-        yield from _least_lines(plan)
+        yield from _smallest_plan_lines(plan)
     if remedies:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
     for remedy in remedies:
@@ -241,8 +241,8 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
         yield f"  {_arguments(remedy)}\n    {sizes}; cost: {remedy.cost}"
 
 
-def _least_lines(plan: Plan) -> Iterator[str]:
-    """Yield the memory that the run would take with the fewest bytes per parameter."""
+def _smallest_plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about the run with the fewest bytes per parameter, if even that does not fit and the change saves host memory."""
     least = smallest(plan)
     lacking = {place: each for place, each in least.plan.lacking.items() if place in ("host", "device")}
     if lacking and least.plan.host.bytes < plan.host.bytes:

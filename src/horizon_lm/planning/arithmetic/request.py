@@ -83,10 +83,10 @@ class Saves:
 
     Attributes:
         num: maximum number of checkpoints that are written over the run.
-        of_best: those of them that are written only because an evaluation has found a better model.
+        of_best: number of these that are written only because an evaluation has found a better model.
         kept: maximum number of complete checkpoints on disk; one more is being written beside them.
-        only_model: they are exports of the model, without the optimizer's state.
-        with_model: they have an export of the model beside the state, as those of a Trainer do.
+        only_model: checkpoints are exports of the model, without the optimizer's state.
+        with_model: checkpoints have an export of the model beside the state, like a Trainer's.
     """
 
     num: int = 0
@@ -101,8 +101,8 @@ class SideFiles:
     """The bytes of the files of a run that hold no weights, gradients or moments.
 
     Attributes:
-        model: those of a saved model: tokenizer, configs, and the headers of the weights.
-        records: those of the run: settings, plan, metrics, samples and pictures.
+        model: bytes of a saved model: tokenizer, configs, and the headers of the weights.
+        records: bytes of the run's records: settings, plan, metrics, samples and pictures.
     """
 
     model: int = 0
@@ -115,7 +115,7 @@ class Request(StreamingOptions):
 
     Attributes:
         optimizer: the optimizer of the run.
-        optimizers: those that a run can name, by their names in run files, as remedies.
+        optimizers: the optimizers that may be proposed as remedies, by their names in run files.
         moments, update_in_backward: as in a run's settings. A plan's request has the moments that were chosen.
         grad_bytes: bytes of an element of the gradient store.
         compiled: blocks are compiled.
@@ -189,7 +189,7 @@ class Machine:
         page_lock_error: reason why host memory cannot be page-locked, so that transfers are staged; empty if it can.
         display_bytes: device bytes that the machine's own display takes.
         notes: further remarks for the run's log, as sentences.
-        remarks: those about its figures, for the details of a plan.
+        remarks: remarks about the machine's figures, for the details of a plan.
         compile_workers: number of compiler processes, if blocks are compiled.
         computing_threads: number of host threads that compute; None for all cores.
         num_processes: number of processes of a machine, which share it equally: what is described here is the share of one of them.

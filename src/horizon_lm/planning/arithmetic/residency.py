@@ -23,7 +23,7 @@ class Residency:
 
     @classmethod
     def of(cls, options: StreamingOptions) -> "Residency":
-        """Return the residency that options have, all of which are chosen."""
+        """Return the residency of options in which every setting is chosen."""
         return cls(int(options.activation_checkpoints), options.resident_blocks or 0, options.resident_graphs or 0)
 
     def keeps_boundary(self, index: int, num_blocks: int) -> bool:
@@ -35,7 +35,7 @@ class Residency:
         return index >= num_blocks - self.graphs
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a model that have this residency, by name."""
+        """Return the settings that select this residency, by name."""
         return {
             "activation_checkpoints": self.boundaries,
             "resident_blocks": self.weights,
@@ -104,7 +104,7 @@ class DevicePlan:
 
 
 _LOGIT_BYTES = 12  # bytes of a logit with its log-probability and gradients, without compiled code
-_CHUNK_SHARE = 16  # a chunk of logits gets one part of so many of spare memory
+_CHUNK_SHARE = 16  # a chunk of logits gets a sixteenth of spare memory
 _MOST_CHUNK_BYTES = 4 * 2**30  # larger chunks are no faster
 
 
@@ -112,10 +112,10 @@ def head_chunk_tokens(spare: int | None, vocabulary: int, itemsize: int, compile
     """Return the tokens of a chunk of logits.
 
     Args:
-        spare: bytes of device memory, of which a chunk takes a share; None if memory is not limited, for about 64 MiB.
+        spare: bytes of device memory, of which a chunk takes a share; None if memory is not limited: a chunk then takes about 64 MiB.
         vocabulary: logits of a token.
         itemsize: bytes of a logit.
-        compiled: the loss is computed by compiled code, which makes nothing of this size but the gradient of the logits.
+        compiled: the loss is computed by compiled code, whose only other tensor of this size is the gradient of the logits.
     """
     if spare is None:
         return max(64, 64 * 2**20 // (4 * vocabulary))
@@ -149,19 +149,18 @@ class ActivationMemory:
     def step_peak(self, boundaries: int, graphs: int = 0) -> int:
         """Return the peak of a step in which these numbers of last blocks keep their boundaries and their graphs.
 
-        All kept data exists while the head computes. During the backward pass of a block, only that of the block and of
-        earlier blocks exists.
+        All kept data exist while the head computes. When the backward pass reaches a block, it has freed the data of later blocks.
         """
         num_blocks = len(self.graphs)
-        kept = most = 0
-        for u in range(num_blocks):
-            if u >= max(self.first, num_blocks - boundaries):
+        kept = peak = 0
+        for index in range(num_blocks):
+            if index >= max(self.first, num_blocks - boundaries):
                 kept += self.boundary
-            has_graph = u >= max(self.first, num_blocks - graphs)
+            has_graph = index >= max(self.first, num_blocks - graphs)
             if has_graph:
-                kept += self.graphs[u]
-            most = max(most, kept + (self.backward_peaks[u] if has_graph else self.peaks[u]))
-        return max(most, kept + self.head)
+                kept += self.graphs[index]
+            peak = max(peak, kept + (self.backward_peaks[index] if has_graph else self.peaks[index]))
+        return max(peak, kept + self.head)
 
 
 def choose_residency(spare: int, weights: Sequence[int], activations: ActivationMemory) -> Residency:
@@ -220,7 +219,7 @@ def fitting_boundaries(most: int, graphs: int, spare: int, activations: Activati
 
     Args:
         most: the largest number to return.
-        graphs: number of kept graphs, of which boundaries are a part: the smallest number to return.
+        graphs: number of kept graphs. Each contains its block's boundary, so this is also the smallest number to return.
         spare: bytes for the computations and what they keep, without weights.
         activations: bytes that computations need.
     """

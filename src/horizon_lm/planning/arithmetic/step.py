@@ -39,7 +39,7 @@ class StepSettings(Request):
 
     @property
     def grad_slots(self) -> tuple[bool, int]:
-        """As in `Shard.grad_slots`."""
+        """Whether an accumulator sums gradients, and the bytes of an element of their slots: see `Shard.grad_slots`."""
         return self.shard.grad_slots(self.in_micro_batches, self.grad_bytes)
 
     def keeping(self, residency: Residency) -> Self:
@@ -78,9 +78,9 @@ class Step:
     @property
     def table_rows(self) -> int:
         """Upper bound on the number of distinct table rows that the step reads."""
-        return self._distinct(self.tokens * self.settings.num_ranks)
+        return self._distinct_rows(self.tokens * self.settings.num_ranks)
 
-    def _distinct(self, tokens: int) -> int:
+    def _distinct_rows(self, tokens: int) -> int:
         vocabulary = self.outline.layout.vocabulary
         return min(tokens, vocabulary, self.settings.distinct_tokens or vocabulary)
 
@@ -91,7 +91,7 @@ class Step:
 
     @property
     def boundary(self) -> int:
-        """Bytes that a block keeps for the backward pass: its input, and with tiles as much that experts return."""
+        """Bytes that a block keeps for the backward pass: its input and, with tiles, as many of what its experts return."""
         return self.hidden * self.tiled.kept_each
 
     @property
@@ -111,7 +111,7 @@ class Step:
 
     @property
     def moments(self) -> list[frozenset[str]]:
-        """The full names of the trained parameters that have each moment."""
+        """For each moment of the optimizer, the full names of the trained parameters that have it."""
         layout = self.outline.layout
         return self.settings.optimizer.moments_of(layout.trained, layout.matrices)
 
@@ -132,7 +132,7 @@ class Step:
     @property
     def buffer_table(self) -> BufferTable:
         """The slots of the engine."""
-        return _table_of(self.tiled, self.buffer_options)
+        return _buffer_table_of(self.tiled, self.buffer_options)
 
     def buffer_settings(self) -> BufferSettings:
         """Return the settings that determine the engine's device buffers."""
@@ -141,7 +141,7 @@ class Step:
             options=self.buffer_options, tokens=self.tokens, offloaded=self.waiting, resident=settings.residency.weights,
             table_rows=self.table_rows,
             forward_table_rows=max(
-                (self._distinct(each.rows * each.length * settings.num_ranks) for each in settings.forwards), default=0
+                (self._distinct_rows(each.rows * each.length * settings.num_ranks) for each in settings.forwards), default=0
             ),
         )  # fmt: skip
 
@@ -162,7 +162,7 @@ class Step:
         differentiated = range(self.outline.first_differentiated, layout.num_blocks)
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
         is_trained = {unit: model.trained_numel(unit) > 0 for unit in (EMBED, *units)}
-        # The table, and with it a tied head, is updated in the next forward pass.
+        # The next forward pass updates the table, which includes a tied head.
         updated = [u for u in units if is_trained[u] and not (u == HEAD and model.tied)]
         head_grads = settings.chunked_head and is_trained[HEAD]
         forward = build.forward(
@@ -189,7 +189,7 @@ class Step:
         return [unit for unit in blocks if self.outline.layout.matrices_of(unit)]
 
     def passes_with_save(self) -> list[Schedule]:
-        """Return the passes of a whole step, and among them those of a checkpoint that is begun before it."""
+        """Return the passes of a step, and those that write the checkpoint which is begun before it."""
         forward, *others = self.passes()
         if not self.outline.layout.trained_numel(EMBED):
             return [build.save(self.layout, self.saved_units), forward, *others]
@@ -209,6 +209,6 @@ _DTYPE = {2: "bfloat16", 4: "float32"}  # by the bytes of an element
 
 
 @lru_cache(256)  # a plan tries many settings of the same few layouts
-def _table_of(tiled: TiledLayout[PartLayout[StorageLayout]], options: BufferOptions) -> BufferTable:
-    """Return the slots of the engine."""
+def _buffer_table_of(tiled: TiledLayout[PartLayout[StorageLayout]], options: BufferOptions) -> BufferTable:
+    """Return the slots of the engine, the same object for equal arguments."""
     return BufferTable(tiled, options)

@@ -39,7 +39,7 @@ class StepCost:
         self._tiles, self._tiled = TileCost(step), step.tiled
         self._dtype = "float32" if step.outline.compute_bytes == 4 else "bfloat16"
         # Seconds of a computation, by what they depend on: its kind, the block's kind, whether its graph is kept, and the share of experts.
-        self._known: dict[tuple[Kind, int, bool, float], float] = {}
+        self._block_costs: dict[tuple[Kind, int, bool, float], float] = {}
         self._costs: dict[tuple[Kind, Unit], float] = {}  # an operation is repeated in every step that is simulated
 
     def __call__(self, op: Op) -> float:
@@ -50,12 +50,12 @@ class StepCost:
 
     def _cost(self, op: Op) -> float:
         if op.kind in UPDATES:
-            return self._update(op)
+            return self._update_bytes(op)
         if op.stream == Stream.COMPUTE:
-            return self._compute(op)
+            return self._compute_seconds(op)
         if op.kind == Kind.SAVE:
-            return float(self._saved(op.unit))
-        return float(self._transfer(op))
+            return float(self._saved_bytes(op.unit))
+        return float(self._transfer_bytes(op))
 
     def blocks_seconds(self, tokens: float, backward: bool) -> float:
         """Return the seconds of the forward pass, or of recomputation and backward pass, of all blocks over this many
@@ -64,12 +64,12 @@ class StepCost:
         rows, total = tokens / self._outline.length, 0.0
         for kind in self._outline.kinds:
             work = kind.recompute.at(rows) + kind.backward.at(rows) if backward else kind.forward.at(rows)
-            total += self._seconds(work, self._settings.compiled) * len(kind.indices)
+            total += self._device_seconds(work, self._settings.compiled) * len(kind.indices)
         return total
 
     # Transfers
 
-    def _transfer(self, op: Op) -> float:
+    def _transfer_bytes(self, op: Op) -> float:
         """Return the bytes that a transfer moves for a rank: its share of a unit or, in a collective, what it receives from other ranks.
 
         For a tile or a core, count the rank with the largest share, since it sends more than it receives.
@@ -78,7 +78,7 @@ class StepCost:
             return self._step.boundary
         ranks, share = self._settings.shard.count, self._tiled.part(op.unit).largest_share()
         if op.kind == Kind.GATHER:
-            return self._gathered(op, ranks, share)
+            return self._gathered_bytes(op, ranks, share)
         if op.kind == Kind.GATHER_MATRICES:
             return self._grad_bytes(op, self._summed_bytes(op.unit)) * (ranks - 1) / ranks
         if op.kind == Kind.REDUCE:
@@ -88,7 +88,7 @@ class StepCost:
             return self._grad_bytes(op, self._summed_bytes(op.unit)) * received * share
         if op.kind in _OF_GRADS:
             return self._grad_bytes(op, self._settings.grad_bytes) * share
-        return self._streamed_in(op, share)
+        return self._streamed_in_bytes(op, share)
 
     def _grad_bytes(self, op: Op, itemsize: int) -> float:
         """Return the bytes of an operation's gradients over all ranks, with ``itemsize`` bytes an element, and 4 for weights in float32."""
@@ -102,17 +102,17 @@ class StepCost:
             return self._rows_numel * itemsize
         return self._tiled.part(op.unit).weight_bytes(itemsize)
 
-    # The simulation takes one cost of a transfer, its bytes. So the seconds of decoding count as the bytes that the link moves meanwhile.
+    # The simulation knows one cost of a transfer, its bytes. So decoding counts as the bytes that the link moves in its time.
 
-    def _gathered(self, op: Op, ranks: int, share: float) -> float:
+    def _gathered_bytes(self, op: Op, ranks: int, share: float) -> float:
         """Return the bytes of weights that a rank receives from the others, plus the bytes that stand for decoding them."""
         decoding = self._decoding_seconds(op) * self._gather_rate(ranks)
         return self._weight_bytes(op, self._outline.compute_bytes) * (ranks - 1) * share + decoding
 
-    def _streamed_in(self, op: Op, share: float) -> float:
+    def _streamed_in_bytes(self, op: Op, share: float) -> float:
         """Return the bytes of weights that cross the link to the device, with the bytes that stand for decoding them."""
         own = self._weight_bytes(op, WEIGHT_BYTES[self._settings.precision]) * share
-        if self._step.buffer_table.gathers_packed:  # quantized weights are decoded after the gather, which counts that
+        if self._step.buffer_table.gathers_packed:  # decoding follows the gather, so `_gathered_bytes` counts it
             return own
         hardware = self._hardware
         decoding = self._decoding_seconds(op) * min(hardware.link_in, hardware.host_rate)
@@ -151,7 +151,7 @@ class StepCost:
 
     # Checkpoints
 
-    def _saved(self, unit: Unit) -> int:
+    def _saved_bytes(self, unit: Unit) -> int:
         """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
         settings, slabs = self._settings, self._outline.layout.of(unit)
         of_moments = sum(
@@ -167,10 +167,10 @@ class StepCost:
 
     # Updates
 
-    def _update(self, op: Op) -> float:
+    def _update_bytes(self, op: Op) -> float:
         """Return the bytes of host memory that an update of this rank's range reads and writes.
 
-        The update of matrices that are orthogonalized on the device has two parts: ADVANCE before that, and the unit's update after it.
+        Matrices that are orthogonalized on the device are updated in two parts: ADVANCE before that, and the unit's update afterwards.
         """
         parameters, in_float32 = (buffer.num_params for buffer in self._outline.layout.of(op.unit).grad_layout.buffers)
         if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
@@ -183,7 +183,7 @@ class StepCost:
             return in_matrices * before / settings.shard.count
         moved = (parameters - in_matrices) * update_bytes(settings, hardware) + in_matrices * after
         moved += in_float32 * update_bytes(replace(settings, precision="float32", grad_bytes=4), hardware)
-        # The seconds that the update of any unit takes beside its parameters, as the bytes that memory moves meanwhile.
+        # The fixed seconds of a unit's update, as the bytes that host memory moves in that time.
         of_unit = hardware.unit_update_seconds.get(settings.precision, 0.0) * hardware.host_rate
         return of_unit + moved / settings.shard.count
 
@@ -193,16 +193,16 @@ class StepCost:
 
     # Computation
 
-    def _compute(self, op: Op) -> float:
+    def _compute_seconds(self, op: Op) -> float:
         """Return the seconds of a computation."""
         if op.kind == Kind.ORTHOGONALIZE:
-            return self._seconds(orthogonalizing_work(self._matrices(op.unit)), compiled=False, dtype="bfloat16")
+            return self._device_seconds(orthogonalizing_work(self._matrices(op.unit)), compiled=False, dtype="bfloat16")
         if op.unit == OUTER:
             return 0.0
         if op.unit == EMBED:
             return self._embedding_bytes(op.kind) / self._hardware.device_bandwidth
         if op.unit == HEAD:
-            return self._seconds(self._head(op), compiled=False)
+            return self._device_seconds(self._head_work(op), compiled=False)
         return self._block_seconds(op)
 
     def _embedding_bytes(self, kind: Kind) -> int:
@@ -211,21 +211,21 @@ class StepCost:
         return rows + self._step.hidden * (2 if kind == Kind.FORWARD else 6)
 
     def _block_seconds(self, op: Op) -> float:
-        """Return the seconds of an operation of a block, of its core or of a tile. Operations that take equally long are computed once."""
+        """Return the seconds of an operation of a block, of its core or of a tile; compute them once for all blocks of a kind."""
         index, is_cut = op.unit.block_index, self._tiled.is_cut(op.unit.block_index)
         kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
         has_graph = self._settings.residency.keeps_graph(index, self._outline.num_blocks)
         share = self._tiles.share(op) if is_cut else 1.0
         key = (op.kind, kind, has_graph, share)
-        if key not in self._known:
+        if key not in self._block_costs:
             work = self._tiles.work(op, self._outline.kinds[kind]) if is_cut else self._block(op.kind, index, has_graph)
             if not op.unit.is_tile:
-                work += self._casts(op.kind, index)
-            own_code = self._seconds(work, self._settings.compiled)
-            self._known[key] = own_code + self._engine_bytes(op) / self._hardware.device_bandwidth
-        return self._known[key]
+                work += self._casting_work(op.kind, index)
+            own_code = self._device_seconds(work, self._settings.compiled)
+            self._block_costs[key] = own_code + self._engine_bytes(op) / self._hardware.device_bandwidth
+        return self._block_costs[key]
 
-    def _casts(self, op_kind: Kind, index: int) -> Work:
+    def _casting_work(self, op_kind: Kind, index: int) -> Work:
         """Return the work of casting a block's weights to FP8 before an operation, once for all micro-batches."""
         casts = self._outline.kind(index).casts
         # A forward pass without a graph casts weights for its outputs alone, not also for gradients.
@@ -257,13 +257,13 @@ class StepCost:
         if op.kind == Kind.STAGE:
             return parameters * (4 + self._settings.grad_bytes)
         # fp32 accumulation reads the gradient and the sum, and writes the sum: 3 x 4 bytes.
-        each = 12 if num_slices > 1 else self._outline.compute_bytes + self._settings.grad_bytes
-        into_slot = parameters * each * num_slices if op.kind == Kind.BACKWARD else 0.0
+        bytes_each = 12 if num_slices > 1 else self._outline.compute_bytes + self._settings.grad_bytes
+        into_slot = parameters * bytes_each * num_slices if op.kind == Kind.BACKWARD else 0.0
         if op.unit.is_tile:
             return into_slot + self._tiles.rows_bytes(op)
         return into_slot + (2 * self._step.hidden if num_slices > 1 else 0)
 
-    def _head(self, op: Op) -> Work:
+    def _head_work(self, op: Op) -> Work:
         """Return the work of norm, head and loss.
 
         In chunks, the forward pass of a trained head computes its gradients, too, which the backward pass only scales. The backward
@@ -284,7 +284,7 @@ class StepCost:
         num_added = num_chunks - 1 if is_trained else 0  # chunks whose gradients are added to those of the first
         return work + Work(moved_bytes=grad_bytes * num_added)
 
-    def _seconds(self, work: Work, compiled: bool, dtype: str | None = None) -> float:
+    def _device_seconds(self, work: Work, compiled: bool, dtype: str | None = None) -> float:
         """Return the seconds that the device takes for work, with products in a dtype; None for that of training."""
         hardware, dtype = self._hardware, dtype or self._dtype
         products = work.products / hardware.matmul[dtype]
@@ -299,35 +299,36 @@ class StepCost:
 
 
 def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
-    """Return the host bytes that an update moves per parameter; if its seconds were measured, the bytes that memory moves in that time."""
+    """Return the host bytes that an update moves per parameter. If AdamW was measured, they stand for the measured seconds."""
     moments = 2 * settings.optimizer.num_moments * MOMENT_BYTES[settings.moments]
-    return _measured(_traffic(settings) + moments, settings, hardware)
+    return _calibrated(_grad_and_weight_bytes(settings) + moments, settings, hardware)
 
 
 def matrix_update_bytes(settings: StepSettings, hardware: Hardware) -> tuple[float, float]:
     """Return the host bytes, as in `update_bytes`, for an element of a matrix that is orthogonalized on the device.
 
     Returns:
-        The bytes of the part before that, which reads and writes gradient and moment, and of the part after it, which changes the weight.
+        The bytes of the part before that, which reads and writes gradient and moment, and of the last part, which changes the weight.
     """
     before = 2 * (settings.grad_bytes + MOMENT_BYTES[settings.moments])
-    return _measured(before, settings, hardware), _measured(_traffic(settings), settings, hardware)
+    after = _grad_and_weight_bytes(settings)
+    return _calibrated(before, settings, hardware), _calibrated(after, settings, hardware)
 
 
-def _traffic(settings: StepSettings) -> int:
-    """Return the bytes read and written of a gradient and its weight."""
+def _grad_and_weight_bytes(settings: StepSettings) -> int:
+    """Return the bytes that an update reads of a gradient, and reads and writes of a weight, per parameter."""
     return settings.grad_bytes + _WEIGHT_TRAFFIC[settings.precision]
 
 
-def _measured(num_bytes: int, settings: StepSettings, hardware: Hardware) -> float:
-    """Return ``num_bytes`` or, if AdamW's update was measured, the bytes that host memory moves in the seconds that they take.
+def _calibrated(num_bytes: int, settings: StepSettings, hardware: Hardware) -> float:
+    """Return ``num_bytes`` per parameter or, if AdamW's update was measured, the bytes that host memory moves in the time of the update.
 
-    These seconds are AdamW's, in proportion to the bytes that its update moves.
+    That time is AdamW's, in proportion to the bytes that AdamW's update moves.
     """
     seconds = hardware.update_seconds.get(settings.precision)
     if seconds is None:
         return float(num_bytes)
-    of_adamw = _traffic(settings) + 2 * ADAMW.moment_bytes("float32")
+    of_adamw = _grad_and_weight_bytes(settings) + 2 * ADAMW.moment_bytes("float32")
     return seconds * hardware.host_rate * num_bytes / of_adamw
 
 
@@ -342,25 +343,25 @@ def rates(
         computing_threads: threads of computation, if updates share the cores; None for all cores.
         interconnect, settings: the links between several ranks, and the settings of their step; None for one rank.
     """
-    found = Rates(
+    machine_rates = Rates(
         hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both,
         disk=hardware.disk_write or float("inf"),
     )  # fmt: skip
     if hardware.on_host:
-        found = _sharing_cores(found, hardware, computing_threads or hardware.cores)
+        machine_rates = _sharing_cores(machine_rates, hardware, computing_threads or hardware.cores)
     if interconnect is not None and settings is not None:
         ranks = settings.shard.count
-        found = replace(
-            found, gather=interconnect.gather_rate(ranks), through_host=interconnect.through_host,
+        machine_rates = replace(
+            machine_rates, gather=interconnect.gather_rate(ranks), through_host=interconnect.through_host,
             reduce=interconnect.reduce_rate(ranks, settings.num_replicas, settings.grad_bytes),
         )  # fmt: skip
-    return found
+    return machine_rates
 
 
 def _sharing_cores(found: Rates, hardware: Hardware, computing: int) -> Rates:
     """Return the rates of a machine whose cores run both ``computing`` threads of computation and, on the others, the updates."""
     updating = max(1, hardware.cores - computing)
-    share = min(1.0, hardware.cores / (computing + updating))  # of a core that each thread gets
+    share = min(1.0, hardware.cores / (computing + updating))  # the share of a core that each thread gets
     bandwidths = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
     of_updates = max(bandwidths, default=hardware.host_rate)  # the bandwidth that the updating threads reach
     return replace(

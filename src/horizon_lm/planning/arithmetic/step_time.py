@@ -30,7 +30,7 @@ def staged(hardware: Hardware) -> Hardware:
 _MOST_TOKENS = 2**30  # returned for transfers that no number of tokens hides
 _NOTABLE_SHARE = 0.05  # of a step's duration, from which its cause is its bottleneck
 _STEPS = 4  # steps to simulate: after these, the duration of a step no longer changes
-_MOVES = {
+_CAUSES = {
     "copy_in": (Kind.STREAM_IN, Kind.FETCH, Kind.STREAM_MATRICES),
     "copy_out": (Kind.STREAM_OUT, Kind.OFFLOAD, Kind.RETURN_MATRICES),
     "gather": (Kind.GATHER, Kind.GATHER_MATRICES),
@@ -68,7 +68,7 @@ class Simulation:
     Args:
         step: the step.
         hardware: the machine, with the rate of its disk if checkpoints are simulated.
-        computing_threads, interconnect: as in `planning.step_cost.rates`.
+        computing_threads, interconnect: as in `step_cost.rates`.
     """
 
     def __init__(
@@ -87,24 +87,24 @@ class Simulation:
         return step_seconds(self._passes, self._cost, self._rates, num_steps=_STEPS)
 
     def step_time(self) -> StepTime:
-        """Simulate one of the steps."""
+        """Return the time of one step among many, all of which are simulated."""
         step, passes, cost = self._step, self._passes, self._cost
         timeline = simulate(passes * _STEPS, cost, self._rates)
         begin, end = timeline.last_step(len(passes))
         seconds = end - begin
         spans = [span for schedule in timeline.passes for span in schedule if span.end > begin and span.start < end]
-        moves = _MOVES if step.layout.sharded else {name: _MOVES[name] for name in ("copy_in", "copy_out", "update")}
+        causes = _CAUSES if step.layout.sharded else {name: _CAUSES[name] for name in ("copy_in", "copy_out", "update")}
         # The seconds that a step would be shorter if operations of these kinds took no time.
         saved = {
             name: max(0.0, seconds - step_seconds(passes, without(cost, *kinds), self._rates))
-            for name, kinds in moves.items()
+            for name, kinds in causes.items()
         }
         settings = step.settings
         return StepTime(
             seconds=seconds, tokens_per_second=step.counted_tokens / seconds,
             model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12, limited_by=_limited_by(saved, seconds),
             exposed_seconds=exposed_seconds(spans), exposed_update_seconds=saved["update"],
-            busy=_utilization(timeline, begin, seconds), hidden_from_tokens=self._thresholds(),
+            busy=_utilization(timeline, begin, seconds), hidden_from_tokens=self._hidden_from_tokens(),
             run_seconds=None if settings.num_steps is None else seconds * settings.num_steps,
             spans=[Span(each.op, each.start - begin, each.end - begin, each.reached - begin) for each in spans],
         )  # fmt: skip
@@ -124,7 +124,7 @@ class Simulation:
             stall_seconds=max(0.0, delayed - undelayed),
         )
 
-    def _thresholds(self) -> dict[str, int]:
+    def _hidden_from_tokens(self) -> dict[str, int]:
         """Return the tokens per step from which computation fully overlaps ``update``, ``copy_in`` (loads) and ``gather``, by these names.
 
         The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than
@@ -133,34 +133,34 @@ class Simulation:
         cost, speed, (forward_pass, backward_pass, *_) = self._cost, self._rates, self._passes
         # Updates. The forward pass overlaps them or, with `update_in_backward`, the backward pass.
         in_backward = self._step.settings.update_in_backward
-        forward = partial(cost.blocks_seconds, backward=False)
-        overlapping_updates = partial(cost.blocks_seconds, backward=in_backward)
-        updated = sum(cost(op) for each in self._passes for op in each.ops if op.kind in UPDATES)
+        forward_seconds = partial(cost.blocks_seconds, backward=False)
+        overlapping_seconds = partial(cost.blocks_seconds, backward=in_backward)
+        update_bytes = sum(cost(op) for each in self._passes for op in each.ops if op.kind in UPDATES)
         overlapped = (backward_pass if in_backward else forward_pass).ops
-        copied = sum(cost(op) for op in overlapped if op.kind in (Kind.STREAM_IN, Kind.STREAM_OUT))
+        copy_bytes = sum(cost(op) for op in overlapped if op.kind in (Kind.STREAM_IN, Kind.STREAM_OUT))
         link = speed.link_both if in_backward and speed.link_both else speed.link_in
-        # Copies of the same pass take their part of host memory's bandwidth. Updates take until both have moved their bytes, or less, if
-        # what the copies leave of the bandwidth suffices to move theirs sooner.
-        left = speed.host - min(link, speed.host)
-        updating = updated / speed.host if speed.inline else (updated + copied) / speed.host
-        if left and not speed.inline:
-            updating = min(updating, updated / left)
+        # Copies of the same pass also take bandwidth of host memory. Updates end when both have moved their bytes, or sooner, if the
+        # bandwidth that the copies leave suffices.
+        left_bandwidth = speed.host - min(link, speed.host)
+        update_seconds = update_bytes / speed.host if speed.inline else (update_bytes + copy_bytes) / speed.host
+        if left_bandwidth and not speed.inline:
+            update_seconds = min(update_seconds, update_bytes / left_bandwidth)
         # Loads and gathers of the blocks, which the forward pass overlaps.
         of_blocks = [op for op in forward_pass.ops if op.unit.is_block or op.unit.is_tile]
-        loaded = sum(cost(op) for op in of_blocks if op.kind == Kind.STREAM_IN)
-        gathered = sum(cost(op) for op in of_blocks if op.kind == Kind.GATHER)
-        found = {"update": _tokens_for(updating, overlapping_updates)}
-        if speed.through_host:  # the links to the device carry what is gathered, too
-            loaded += gathered
-        elif gathered:
-            found["gather"] = _tokens_for(gathered / speed.gather, forward)
+        load_bytes = sum(cost(op) for op in of_blocks if op.kind == Kind.STREAM_IN)
+        gather_bytes = sum(cost(op) for op in of_blocks if op.kind == Kind.GATHER)
+        found = {"update": _tokens_for(update_seconds, overlapping_seconds)}
+        if speed.through_host:  # gathers cross the links to the device, like loads
+            load_bytes += gather_bytes
+        elif gather_bytes:
+            found["gather"] = _tokens_for(gather_bytes / speed.gather, forward_seconds)
         if not speed.inline:
-            found["copy_in"] = _tokens_for(loaded / min(speed.link_in, speed.host), forward)
+            found["copy_in"] = _tokens_for(load_bytes / min(speed.link_in, speed.host), forward_seconds)
         return found
 
 
 def _utilization(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
-    """Return the share of a step in which each stream is busy, by its name. Updates count for the host's stream, in whichever they run.
+    """Return the share of a step in which each stream is busy, by its name. Updates count for the host's stream, also the one of rows.
 
     Streams of `SOMETIMES` are left out if no operation of the timeline runs in them.
     """

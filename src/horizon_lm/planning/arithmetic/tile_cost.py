@@ -8,7 +8,7 @@ from horizon_lm.schedule.ops import Kind, Op
 
 
 class TileCost:
-    """The cost of the operations of such blocks.
+    """The cost of the operations of blocks with tiles.
 
     Args:
         step: the step, with tiles.
@@ -45,9 +45,9 @@ class TileCost:
 
     def _of_tile(self, op: Op, kind: BlockKind, core: CoreCosts, rows: int) -> Work:
         """Return the work of a tile for a micro-batch of ``rows``. Its backward pass computes its forward pass again."""
-        of_experts = _difference(kind.forward, core.forward, rows)
+        of_experts = _work_of_experts(kind.forward, core.forward, rows)
         if op.kind == Kind.BACKWARD:
-            of_experts += _difference(kind.backward, core.backward, rows)
+            of_experts += _work_of_experts(kind.backward, core.backward, rows)
         # Each tile launches as many kernels as all experts at once.
         return replace(of_experts * self.share(op), num_ops=of_experts.num_ops)
 
@@ -60,6 +60,6 @@ class TileCost:
         return accesses * self.share(op) * experts.per_token * self._step.hidden
 
 
-def _difference(whole: Linear[Work], core: Linear[Work], rows: int) -> Work:
-    """Return the work of all experts of a block: that of the whole block without that of its core."""
+def _work_of_experts(whole: Linear[Work], core: Linear[Work], rows: int) -> Work:
+    """Return the work of all experts of a block: the work of the whole block, less the work of its core."""
     return whole.at(rows) - core.at(rows)

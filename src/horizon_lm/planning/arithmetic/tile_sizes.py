@@ -20,28 +20,28 @@ def require_tiles(outline: ModelOutline, request: Request) -> None:
     """Raise ConfigError if a run cannot have the tiles that it asks for, and ModelNotSupportedError if its model cannot."""
     if request.expert_tile is None:
         return
-    if problem := _problem(request):
+    if problem := _excluding_setting(request):
         raise ConfigError(problem)
     if not outline.layout.experts:
         raise ModelNotSupportedError(no_experts(outline.name))
 
 
-def _problem(request: Request) -> str:
-    """Return why the settings of a run exclude tiles; empty if they do not."""
+def _excluding_setting(request: Request) -> str:
+    """Return the reason why a setting of the run excludes tiles; empty if none does."""
     if request.compile is True:
         return NOT_COMPILED
     return NO_MATRICES_OF_TILES if request.optimizer.orthogonalizes else ""
 
 
 def tile_sizes(outline: ModelOutline, request: Request) -> list[int]:
-    """Return the sizes to try, largest first: powers of two that make at most `_MOST_TILES` tiles; none if a run cannot have tiles, or the
-    costs of the model are unknown.
+    """Return the numbers of experts in a tile to try, largest first: powers of two that make at most `_MOST_TILES` tiles. None if a run
+    cannot have tiles, or if the costs of the model are unknown.
     """
-    if _problem(request) or outline.unknown:
+    if _excluding_setting(request) or outline.unknown:
         return []
     num_experts = max((each.count for each in outline.layout.experts.values()), default=0)
     powers = (2**exponent for exponent in reversed(range(num_experts.bit_length())))
     return [size for size in powers if num_experts / _MOST_TILES <= size < num_experts]
 
 
-_MOST_TILES = 64  # of a block: smaller ones are slower, and what does not fit then is something else
+_MOST_TILES = 64  # of a block: smaller tiles are slower, and if these do not fit, something else is too large

@@ -63,7 +63,7 @@ class BlockCalls:
         return run_on_meta(self.block, *self.arguments(rows), self.dtype, self.accelerated, self.in_float32)
 
     def run_core(self, experts: RoutedExperts, rows: int) -> CoreRun:
-        """Do the same without the experts of the block, and with the experts alone."""
+        """Run the block without its experts, and the experts alone, as `run` does for the whole block."""
         args, kwargs = self.arguments(rows)
         return run_core_on_meta(self.block, experts, args, kwargs, self.dtype, self.accelerated, self.in_float32)
 
@@ -110,16 +110,16 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool,
         masked: rows are padded, which requires a mask.
         accelerated: assume the kernels of a GPU.
     """
-    alike: dict[Any, list[int]] = {}
+    alike: dict[Any, list[int]] = {}  # indices of blocks, by their structure
     for index, block in enumerate(parts.blocks):
         alike.setdefault(structure_key(block), []).append(index)
     copies = {first: meta_copy(parts.blocks[first]) for first, *_ in alike.values()}  # without replaced forward methods
-    kinds = {index: copies[indices[0]] for indices in alike.values() for index in indices}
-    recorded = [_record(parts, kinds, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
+    copy_of_each = {index: copies[indices[0]] for indices in alike.values() for index in indices}
+    recorded = [_record(parts, copy_of_each, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
     return [
-        _compare(
+        _generalize(
             [calls[indices[0]] for calls in recorded], block=copies[indices[0]], indices=tuple(indices),
-            in_float32=_in_float32(parts, indices[0]), dtype=dtype, length=length, accelerated=accelerated,
+            in_float32=_float32_weights(parts, indices[0]), dtype=dtype, length=length, accelerated=accelerated,
         )
         for indices in alike.values()
     ]  # fmt: skip
@@ -130,26 +130,26 @@ def _shapes() -> list[tuple[int, int]]:
     return [(_ROWS[0], _LENGTH[0]), (_ROWS[1], _LENGTH[0]), (_ROWS[0], _LENGTH[1])]
 
 
-def _in_float32(parts: ModelParts, index: int) -> frozenset[str]:
+def _float32_weights(parts: ModelParts, index: int) -> frozenset[str]:
     """Return the weights that a block computes with in float32, by their names inside the block."""
     return parts.in_float32_inside(parts.block_names[index])
 
 
-def _compare(calls: list[Call], **known: Any) -> BlockCalls:
+def _generalize(calls: list[Call], **known: Any) -> BlockCalls:
     """Return the arguments for batches of any shape, from the calls of a block in the batches of `_shapes`.
 
     ``known`` has the fields of `BlockCalls` that do not depend on the calls.
     """
-    flat = [pytree.tree_flatten(call, is_leaf=_is_leaf) for call in calls]
-    (leaves, spec), (more_rows, _), (more_tokens, _) = flat
+    flat_calls = [pytree.tree_flatten(call, is_leaf=_is_leaf) for call in calls]
+    (leaves, spec), (more_rows, _), (more_tokens, _) = flat_calls
     tensors = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             shapes = (leaf.shape, more_rows[index].shape, more_tokens[index].shape)
             tensors[index] = tuple(map(_extent, *shapes)), leaf.dtype
-    plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    identities = {index: id(leaves[index]) for index in tensors}  # of one forward pass, while all its tensors are alive
-    return BlockCalls(**known, _spec=spec, _leaves=plain, _tensors=tensors, _identities=identities)
+    without_tensors = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    identities = {index: id(leaves[index]) for index in tensors}  # distinct, because all these tensors are alive
+    return BlockCalls(**known, _spec=spec, _leaves=without_tensors, _tensors=tensors, _identities=identities)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -218,7 +218,7 @@ def _record(
             raise TrialDoneError
         kind = kinds[index]
         if kind not in outputs:
-            output = output_on_meta(kind, args, kwargs, dtype, _in_float32(parts, index))
+            output = output_on_meta(kind, args, kwargs, dtype, _float32_weights(parts, index))
             outputs[kind] = pytree.tree_map(_zeros, output)
         return outputs[kind]
 

@@ -90,28 +90,28 @@ def _casting_on_meta(module: nn.Module) -> Iterator[_Casts]:
 def _measure(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool, casts: _Casts
 ) -> BlockRun:
-    """Measure a module as `measure` does, once its weights are cast; hooks that drop the gradients of its parameters stay in it."""
-    given = args, kwargs, casts.tensors
-    with recording(module, given, accelerated=accelerated) as recorder, torch.enable_grad():
+    """Measure a module as `measure` does, after its weights are cast. Its parameters keep hooks that drop their gradients."""
+    uncounted_tensors = args, kwargs, casts.tensors
+    with recording(module, uncounted_tensors, accelerated=accelerated) as recorder, torch.enable_grad():
         output = module.forward(*args, **kwargs)
         tensors = _differentiable(output)
         graph, forward = recorder.live, recorder.work
         for param in module.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_drop)  # slots for gradients are counted elsewhere
+                param.register_post_accumulate_grad_hook(_drop_grad)  # slots for gradients are counted elsewhere
         torch.autograd.backward(tensors, [torch.empty_like(t) for t in tensors])
-    with recording(module, given, accelerated=accelerated) as without_graph, torch.no_grad():
+    with recording(module, uncounted_tensors, accelerated=accelerated) as without_graph, torch.no_grad():
         module.forward(*args, **kwargs)
     recompute = forward - _unread_work(module, args, kwargs, accelerated)
     backward = recorder.work - forward
-    # The bytes of the cast weights count by themselves, so the peak has only what the casts take on top of them.
+    # The cast weights are counted as ``casts``, so of the peak of casting only what exceeds them counts.
     footprint = Footprint(graph, max(recorder.peak, casts.peak - casts.num_bytes), casts=casts.num_bytes)
     forward_peak = without_graph.peak + casts.num_bytes
     return BlockRun(footprint, forward_peak, forward, recompute, backward, casts.work, _detached(output))
 
 
 def _unread_work(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool) -> Work:
-    """Return the work of a forward pass that a recompute leaves out."""
+    """Return the work of the products of a forward pass whose results nobody reads; a recompute leaves them out."""
     products = LazyProducts()
     with uncounted(module, accelerated), torch.enable_grad(), products:
         module.forward(*args, **kwargs)
@@ -176,7 +176,7 @@ def measured_footprint(
         own_dtype = torch.float32 if name in in_float32 else dtype
         params[name] = 0.02 * torch.randn(param.shape, dtype=own_dtype, device=device)
         if param.requires_grad:
-            params[name].requires_grad_().register_post_accumulate_grad_hook(_drop)
+            params[name].requires_grad_().register_post_accumulate_grad_hook(_drop_grad)
     args, kwargs = _detached((args, kwargs))
     hidden = args[0] if args else kwargs["hidden_states"]
     hidden.requires_grad_()
@@ -209,12 +209,12 @@ def _leaf_on_meta(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _drop(param: torch.Tensor) -> None:
+def _drop_grad(param: torch.Tensor) -> None:
     """Free the gradient of a parameter as soon as it is there."""
     param.grad = None
 
 
-_NO_WRITE = "requires_grad_"  # PEFT sets it where it adapts stacked experts
+_WRITES_NO_VALUES = "requires_grad_"  # PEFT sets it where it adapts stacked experts
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 
 
@@ -225,22 +225,22 @@ def find_written(parts: ModelParts, trial: OuterTrial | None) -> Mapping[int, fr
     """
     if trial is None:
         return {}
-    by_kind: dict[Any, frozenset[str]] = {}
-    found = {}
+    written_by_kind: dict[Any, frozenset[str]] = {}
+    written = {}
     for index, module in enumerate(parts.blocks):
         kind = structure_key(module)
-        if kind not in by_kind:
-            by_kind[kind] = _written(module, *trial.calls[index])
-        if by_kind[kind]:
-            found[index] = by_kind[kind]
-    return found
+        if kind not in written_by_kind:
+            written_by_kind[kind] = _written(module, *trial.calls[index])
+        if written_by_kind[kind]:
+            written[index] = written_by_kind[kind]
+    return written
 
 
 def _written(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
     """Return the weights that the forward pass of a block writes in place, by name."""
     module, args, kwargs = copy_on_meta(block, args, kwargs, torch.float32)
     module.train()
-    watch = _Watch(module)
+    watch = _WriteWatch(module)
     try:
         with uncounted(module), watch, torch.no_grad():
             module.forward(*args, **kwargs)
@@ -249,7 +249,7 @@ def _written(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return frozenset(watch.written)
 
 
-class _Watch(TorchFunctionMode):
+class _WriteWatch(TorchFunctionMode):
     """A mode that records which parameters of a module torch's functions write to, also through their ``data``.
 
     Attributes:
@@ -263,7 +263,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != _NO_WRITE)
+        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != _WRITES_NO_VALUES)
         if writes and args and isinstance(args[0], torch.Tensor):
             storage = args[0].untyped_storage()._cdata
             if storage in self._names:

@@ -51,16 +51,16 @@ class CacheProbe:
 
     def __init__(self, source: ModelSource, dtype: torch.dtype, accelerated: bool) -> None:
         self._source, self._dtype, self._accelerated = source, dtype, accelerated
-        self._token: Callable[[int, int], _TokenOfRows] = cache(self._try)
+        self._token_run: Callable[[int, int], _TokenOfRows] = cache(self._run_token)
 
     def cache_bytes(self, generation: Generation) -> int:
         """Return the bytes of a cache on the device, at its largest. A model that cannot be tried is assumed to cache all tokens."""
         try:
-            layers = self._token(generation.rows, generation.length).layers
-            in_prompt = layers if generation.is_static else self._in_prompt(generation)
+            layers = self._token_run(generation.rows, generation.length).layers
+            layers_of_prompt = layers if generation.is_static else self._layers_of_prompt(generation)
         except Exception:  # the model's own code may raise any exception on the meta device
             return usual_cache_bytes(self._source.config, generation, self._dtype.itemsize)
-        layers = list(map(max, layers, in_prompt))
+        layers = list(map(max, layers, layers_of_prompt))
         if not generation.is_offloaded:
             return sum(layers)
         # On the device are two of the largest layers, the one in use and the one prefetched. Smaller ones, of windows and states, may stay.
@@ -70,26 +70,26 @@ class CacheProbe:
     def measure(self, generation: Generation) -> GenerationBytes:
         """Return the device memory of generation; computations of a model that cannot be tried are unknown, and count as 0."""
         try:
-            working = self._working(generation)
-        except Exception:  # as above
+            working = self._working_peak(generation)
+        except Exception:  # as in `cache_bytes`
             working = 0
         return GenerationBytes(self.cache_bytes(generation), working)
 
-    def _working(self, generation: Generation) -> int:
-        """Return the peak of computations beside the cache."""
+    def _working_peak(self, generation: Generation) -> int:
+        """Return the peak of computations beside the cache: of one token or of the prompt, and of the logits."""
         # Both peaks have one layer more than the cache, because concatenation makes a new layer before it drops the old one.
-        of_token = self._token(generation.rows, generation.length).peak()
-        of_prompt = max(self._in_prompt(generation)) + self._prompt_peak(generation.rows, generation.prompt)
+        of_token = self._token_run(generation.rows, generation.length).peak()
+        of_prompt = max(self._layers_of_prompt(generation)) + self._prompt_peak(generation.rows, generation.prompt)
         num_logits = generation.rows * self._source.config.get_text_config().vocab_size
         logits = num_logits * _LOGIT_BYTES
         if "logits_to_keep" not in inspect.signature(type(self._source.skeleton()).forward).parameters:
             logits += num_logits * generation.prompt * self._dtype.itemsize
         return max(of_token, of_prompt) + logits
 
-    def _in_prompt(self, generation: Generation) -> list[int]:
+    def _layers_of_prompt(self, generation: Generation) -> list[int]:
         """Return the bytes of each layer while the prompt is computed: a dynamic layer keeps all of it, even with a window."""
         # Every token adds as much as the second one.
-        one, two = (self._token(generation.rows, length).layers for length in (1, 2))
+        one, two = (self._token_run(generation.rows, length).layers for length in (1, 2))
         return [of_one + (generation.prompt - 1) * (of_two - of_one) for of_one, of_two in zip(one, two, strict=True)]
 
     def _prompt_peak(self, rows: int, length: int) -> int:
@@ -100,7 +100,7 @@ class CacheProbe:
         peak = max(each.run(rows).forward_peak for each in calls)
         return 3 * hidden + peak + shared_bytes(calls, rows)
 
-    def _try(self, rows: int, length: int) -> "_TokenOfRows":
+    def _run_token(self, rows: int, length: int) -> "_TokenOfRows":
         """Compute one token of each row with a static cache of this length."""
         return _TokenOfRows(find_parts(self._skeleton()), self._dtype, self._accelerated, rows, length)
 

@@ -18,7 +18,7 @@ from horizon_lm.planning.arithmetic.outline import Footprint, Work
 from horizon_lm.planning.measure.block_probe import BlockRun, copy_on_meta, measure
 from horizon_lm.planning.measure.meta_recorder import Recorder, recording
 
-_INDEX_BYTES = 64  # bytes per row of what is known of it: expert, token, place, and the same while it is sorted
+_INDEX_BYTES = 64  # bytes of a row's indices: its expert, token and place, and copies of these while rows are sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,13 @@ class _LeftOut:
         return output
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the arguments of all rows, as of tokens with one expert each: hidden states (S, H), experts (S, 1), weights (S,)."""
+        """Return arguments in which each row is a token with a single expert: hidden states (S, H), experts (S, 1), weights (S,)."""
         count = self.ids.numel()
         hidden = self.hidden.new_empty((count, self.hidden.shape[-1])).requires_grad_()
         return hidden, self.ids.new_empty((count, 1)), self.weights.new_empty(count).requires_grad_()
 
     def bytes_of_rows(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the bytes around a computation of all rows, and those that are held between the computations of tiles.
+        """Return two numbers of bytes: for gathering all rows of the experts, and for what is held from tile to tile.
 
         Args:
             dtype: dtype of the rows' outputs.

@@ -26,9 +26,13 @@ def head_costs(
 ) -> HeadCosts:
     """Return the peak bytes of norm, head and loss, and their work. The arguments are those of `head_peak`."""
     peak = head_peak(parts, trunk, dtype, chunked, compiled, values)
-    one, two = (_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False, compiled=compiled) for tokens in (1, 2))
-    backward = Linear(one.both - one.forward, two.both - two.forward)
-    return HeadCosts(peak, Linear(one.forward, two.forward), backward)
+    # The work is that of the model's own loss, whatever per-token values the loss of the run uses.
+    one, two = (
+        _run(parts, trunk, dtype, tokens, linear=F.linear, holds_logits=False, compiled=compiled) for tokens in (1, 2)
+    )
+    forward = Linear(one=one.forward, two=two.forward)
+    backward = Linear(one=one.both - one.forward, two=two.both - two.forward)
+    return HeadCosts(peak, forward, backward)
 
 
 def head_peak(
@@ -51,12 +55,12 @@ def head_peak(
     """
     linear = _without_weight_gradient if chunked else F.linear
     peak, peak_of_twice = (
-        _run(parts, trunk, dtype, tokens, linear, not chunked, compiled, values).peak
+        _run(parts, trunk, dtype, tokens, linear, holds_logits=not chunked, compiled=compiled, values=values).peak
         for tokens in (_TOKENS, 2 * _TOKENS)
     )
-    of_token = (peak_of_twice - peak) // _TOKENS
-    one = peak - (_TOKENS - 1) * of_token
-    return Linear(one, one + of_token)  # the values for one token and for two
+    bytes_of_token = (peak_of_twice - peak) // _TOKENS
+    one = peak - (_TOKENS - 1) * bytes_of_token  # the bytes for one token
+    return Linear(one=one, two=one + bytes_of_token)
 
 
 class _HeadRun(NamedTuple):

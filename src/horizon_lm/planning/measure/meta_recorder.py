@@ -35,7 +35,7 @@ class Recorder(TorchDispatchMode):
         given: existing tensors, in nested structures, which are not counted.
 
     Attributes:
-        live, peak: bytes of the storages created since then, now and at their peak.
+        live, peak: bytes of the storages that were created while recording, now and at their peak.
         work: work of all operations so far.
     """
 
@@ -43,7 +43,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.work = Work()
-        self._known = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
+        self._followed = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,24 +74,24 @@ class Recorder(TorchDispatchMode):
         if packet in flop_registry:
             multiply = self._multiply_in_float8 if packet is torch.ops.aten._scaled_mm else self.multiply
             multiply(float(flop_registry[packet](*args, **kwargs, out_val=result)), tensors)
-        elif not func._schema.name.startswith(_MAKES_NOTHING):
+        elif not func._schema.name.startswith(_MOVES_NOTHING):
             self.work += Work(moved_bytes=_num_bytes(tensors), num_ops=1)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         """Count the bytes of a storage until it is freed."""
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
+        if storage._cdata not in self._followed:
+            self._followed.add(storage._cdata)
             self.live += storage.nbytes()
             self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._note_freed, storage._cdata, storage.nbytes())
 
-    def _freed(self, address: int, num_bytes: int) -> None:
-        """Count a storage as freed. Its address may be that of another one from now on."""
-        self._known.discard(address)
+    def _note_freed(self, address: int, num_bytes: int) -> None:
+        """Count a storage as freed. From now on, another storage may get its address."""
+        self._followed.discard(address)
         self.live -= num_bytes
 
 
-_MAKES_NOTHING = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
+_MOVES_NOTHING = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
 
 
 _MAX_RESULTS = 10_000  # operations of some dozen models
@@ -104,7 +104,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
     torch derives shapes in Python, which takes most of the time of a trial.
     """
-    key = (func, *map(_described, args), *((name, _described(value)) for name, value in kwargs.items()))
+    key = (func, *map(_signature, args), *((name, _signature(value)) for name, value in kwargs.items()))
     if key in _results:
         shape, strides, dtype = _results[key]
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -116,12 +116,12 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _described(value: Any) -> Any:
+def _signature(value: Any) -> Any:
     """Return a hashable description of an argument, with all that the result's shape depends on."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
-        return tuple(map(_described, value))
+        return tuple(map(_signature, value))
     return type(value), value
 
 
@@ -207,7 +207,7 @@ class _Fused(torch.autograd.Function):
         per_query = query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exp, (B, heads, T)
         if sinks is not None:
             by_token, per_query = output.transpose(1, 2), per_query.transpose(1, 2).unsqueeze(-1)
-            per_query = add_sinks(by_token, per_query, sinks)[1]
+            per_query = add_sinks(by_token, per_query, sinks)[1]  # the log-sum-exp with sinks replaces the one without
         ctx.save_for_backward(query, key, value, output, per_query, mask, sinks)
         ctx.recorder, ctx.operations = recorder, 2.0 * rows * heads * pairs * (width + value.shape[-1])
         recorder.attend(ctx.operations)

@@ -88,14 +88,14 @@ def outline_model(
     )  # fmt: skip
     if packed:
         require_packable(parts, examined.attention)
-    found, layout = find_chunked_path(parts), model_layout(parts)
-    path = found if isinstance(found, ChunkedPath) else None
+    path_or_reason, layout = find_chunked_path(parts), model_layout(parts)
+    path = path_or_reason if isinstance(path_or_reason, ChunkedPath) else None
     try:
         costs = _costs(parts, path, length, dtype, masked, on_accelerator, mlp_chunk_tokens, products, head_values)
     except HorizonError:
         raise
     except Exception as error:  # the model's own code may raise any exception on the meta device
-        costs = _unknown(parts, error)
+        costs = _zero_costs(parts, error)
     return ModelOutline(
         name=source.place,
         layout=layout,
@@ -109,7 +109,7 @@ def outline_model(
         has_adapters=bool(parts.adapters),
         base_is_frozen=bool(parts.frozen_base()),
         trains_decoded=any(not _is_of_bitsandbytes(codec) for codec in parts.codecs.values()),
-        whole_head_only="" if path is not None else str(found),
+        whole_head_only="" if path is not None else str(path_or_reason),
         whole_batch_only=examined.whole_batch_only,
         unproven=examined.unproven,
         **costs,
@@ -153,10 +153,10 @@ def _costs(
     if products == "float8":
         use_float8(parts, {each.indices[0]: each.block for each in calls}.items())
     trunk = parts.trunks()[-1] if path is None else path.trunk
-    in_chunks = path is not None  # a head without a chunked path computes the whole either way
+    in_chunks = path is not None  # otherwise all three heads compute all logits at once
     experts = find_divisible_experts(parts)
     return {
-        "kinds": [_kind(each, experts.get(each.indices[0])) for each in calls],
+        "kinds": [_measure_kind(each, experts.get(each.indices[0])) for each in calls],
         "shared": Linear(shared_bytes(calls, 1), shared_bytes(calls, 2)),
         "heads": {
             "chunked": head_costs(parts, trunk, dtype, in_chunks, compiled=False, values=head_values),
@@ -166,7 +166,7 @@ def _costs(
     }  # fmt: skip
 
 
-def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
+def _zero_costs(parts: ModelParts, error: Exception) -> dict[str, Any]:
     """Return costs of 0 as fields of an outline, and the reason why they are unknown."""
     nothing, no_work = Linear(0, 0), Linear(Work(), Work())
     no_bytes = Linear(Footprint(0, 0), Footprint(0, 0))
@@ -178,18 +178,18 @@ def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
     }
 
 
-def _kind(calls: BlockCalls, experts: RoutedExperts | None) -> BlockKind:
+def _measure_kind(calls: BlockCalls, experts: RoutedExperts | None) -> BlockKind:
     """Measure blocks of one structure, and return their memory and work as functions of the rows."""
     # Memory and work are linear in the rows, so two runs suffice.
     one, two = calls.run(1), calls.run(2)
-    core = None if experts is None else _core(calls, experts)
+    core = None if experts is None else _measure_core(calls, experts)
     return BlockKind(
         calls.indices, core=core, casts=one.casts, **_linear(one, two, "footprint", "forward_peak", "forward", "recompute", "backward")
     )  # fmt: skip
 
 
-def _core(calls: BlockCalls, experts: RoutedExperts) -> CoreCosts:
-    """Measure blocks of one structure without their experts, and the experts alone, as `_kind` does."""
+def _measure_core(calls: BlockCalls, experts: RoutedExperts) -> CoreCosts:
+    """Measure blocks of one structure without their experts, and the experts alone, as `_measure_kind` does."""
     one, two = calls.run_core(experts, 1), calls.run_core(experts, 2)
     # The gradients are of weights, so they are the same for all numbers of rows.
     return CoreCosts(
