@@ -65,7 +65,7 @@ class Layout:
         return Buffer(Buf.RESIDENT, index) if self.is_resident(index) else Buffer(Buf.WEIGHTS, index % 2)
 
 
-def _host(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
+def _host_buffer(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
     """Return the host buffer of a unit; a tied head has that of the embedding, and a tile that of its block."""
     return Buffer(kind, EMBED if unit == HEAD and layout.tied else unit.owner)
 
@@ -73,7 +73,7 @@ def _host(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
 def _stream_in(unit: Unit, into: Buffer, layout: Layout) -> list[Op]:
     """Return the copy of a unit to the device and, with several ranks, its gathering there."""
     buffers = (into, *_packed_slot(unit, into, layout))
-    ops = [Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), buffers)]
+    ops = [Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host_buffer(Buf.HOST_WEIGHTS, unit, layout),), buffers)]
     if layout.sharded:
         ops.append(Op(Kind.GATHER, unit, Stream.COLLECTIVE, buffers, buffers))
     return ops
@@ -91,12 +91,12 @@ def _packed_slot(unit: Unit, into: Buffer, layout: Layout) -> tuple[Buffer, ...]
 def _landing_buffer(unit: Unit, layout: Layout) -> Buffer:
     """Return the host buffer in which a unit's gradients land."""
     if not layout.update_in_backward or (layout.tied and unit in (EMBED, HEAD)):
-        return _host(Buf.HOST_GRADS, unit, layout)
+        return _host_buffer(Buf.HOST_GRADS, unit, layout)
     return Buffer(Buf.HOST_LANDING, unit.owner.block_index % 2 if unit.owner.is_block else unit)
 
 
 def _land_and_update(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
-    """Return the sum of the gradients of several ranks, the landing of a unit's gradients, and the update that follows at once."""
+    """Return the operations that sum a unit's gradients over several ranks, land them and, if it is updated at once, update the unit."""
     host = _landing_buffer(unit, layout)
     # A landing is added to the gradients in the slab, so it also reads the slab.
     reads = (source, host) if host.kind == Buf.HOST_GRADS else (source,)
@@ -108,8 +108,8 @@ def _land_and_update(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
 
 
 def _is_updated_at_once(unit: Unit, layout: Layout) -> bool:
-    """Return whether a unit is updated as soon as its gradient has landed. The table waits for the next forward pass. A tile waits for the
-    core of its block, which lands last.
+    """Return whether a unit is updated as soon as its gradient has landed. The update of the table waits for the next forward pass, and the
+    update of a tile for the core of its block, which lands last.
     """
     is_table = unit == EMBED or (layout.tied and unit == HEAD)
     return layout.update_in_backward and not is_table and not unit.is_tile
@@ -117,12 +117,12 @@ def _is_updated_at_once(unit: Unit, layout: Layout) -> bool:
 
 def _update(unit: Unit, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
     """Return the update of a unit, which reads its gradients where they have landed."""
-    weights = _host(Buf.HOST_WEIGHTS, unit, layout)
+    weights = _host_buffer(Buf.HOST_WEIGHTS, unit, layout)
     return Op(kind, unit, stream, (_landing_buffer(unit, layout), weights), (weights,))
 
 
 def _compute(kind: Kind, unit: Unit, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...] = ()) -> Op:
-    # The model's code runs between our operations and may read outer parameters at any time.
+    # Every computation reads the outer parameters: the model's own code around it may read them at any time.
     return Op(kind, unit, Stream.COMPUTE, (*reads, Buffer(Buf.OUTER)), writes)
 
 
@@ -145,13 +145,13 @@ def forward(
         embed: the table is read (False if the caller passes ``inputs_embeds``).
         changed: weights have changed since the last forward pass, or are about to change. Only then are outer
             parameters streamed in; otherwise they are still on the device.
-        blocks_changed: the same for resident blocks, which an update of adapters leaves as they are; None for ``changed``.
+        blocks_changed: ``changed`` for the weights of resident blocks, which an update of adapters does not change; None for ``changed``.
         table_update: the table's update is pending. Rows that this pass reads are updated first, the other rows after
             all other units.
         head_grads: the head's gradients are computed in the forward pass, together with the loss, for a gradient of one. This is the
             usual case: the head is chunked, and no other pass holds the buffer.
-        routed: blocks of whose experts only those are streamed that the tokens are routed to. That is known only after a part of the
-            block. The experts of a block without tiles are one tile then, in the slot of the block, which must not be resident.
+        routed: blocks that stream only the experts to which tokens are routed, which is known only after a part of the block. The
+            experts of such a block without tiles are one tile, in the slot of the block, which must not be resident.
     """
     blocks_changed = changed if blocks_changed is None else blocks_changed
     kept, parted = frozenset(keeps), frozenset(routed)
@@ -247,13 +247,13 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[Unit]
         """Return the copies that a block or tile needs: its weights, and the block's input if that was offloaded."""
         if unit.is_tile:
             return _stream_in(unit, slots.weights(unit), layout)
-        u, found = unit.block_index, list[Op]()
+        u, copies_of_block = unit.block_index, list[Op]()
         if layout.is_offloaded(u):  # first, so that waiting for the weights implies both
             boundary, ring = Buffer(Buf.HOST_BOUNDARY, u), Buffer(Buf.RING, u % 2)
-            found.append(Op(Kind.FETCH, unit, Stream.COPY_IN, (boundary,), (ring,)))
+            copies_of_block.append(Op(Kind.FETCH, unit, Stream.COPY_IN, (boundary,), (ring,)))
         if not layout.is_resident(u):
-            found.extend(_stream_in(unit, layout.weights(u), layout))
-        return found
+            copies_of_block.extend(_stream_in(unit, layout.weights(u), layout))
+        return copies_of_block
 
     # All blocks write the gradients of their adapters, which are outer parameters, into one buffer.
     adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
@@ -291,7 +291,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[Unit]
 
 
 def _head_backward(layout: Layout, is_trained: bool, head_grads: bool) -> list[Op]:
-    """Return the head's part of a backward pass. ``head_grads``: its gradients are there, and are only scaled, without its weights."""
+    """Return the head's part of a backward pass. With ``head_grads``, its gradients exist and are only scaled, so no weights are loaded."""
     grads, weights = Buffer(Buf.HEAD_GRADS), Buffer(Buf.HEAD)
     ops = [] if head_grads else _stream_in(HEAD, weights, layout)
     reads = grads if head_grads else weights
@@ -321,16 +321,16 @@ def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit]
     Args:
         layout: layout of the schedule.
         units: units to update.
-        orthogonalized: those among them, all of them blocks, whose update is orthogonalized on the device.
+        orthogonalized: blocks among these units whose update is orthogonalized on the device.
     """
     return _update_pass(layout, tuple(units), frozenset(orthogonalized))
 
 
 @lru_cache(_CACHED)
 def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozenset[Unit]) -> Schedule:
-    """Build a pass from the arguments of `update`. The matrices of a block are streamed while those of the previous one are computed."""
+    """Build a pass from the arguments of `update`. A block's matrices are streamed while the previous block's are orthogonalized."""
     ops: list[Op] = []
-    not_streamed = [unit for unit in reversed(units) if unit in orthogonalized]  # reversed: the next one is popped
+    not_streamed = [unit for unit in reversed(units) if unit in orthogonalized]  # reversed: `pop` takes the last
 
     def stream_next() -> None:
         if not_streamed:
@@ -356,7 +356,7 @@ def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
 def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:
     """Return the first part of a block's update, which leaves matrices in the gradients' slab, and their copy to the device."""
     slot, landed = _slot_of_matrices(unit, layout), _landing_buffer(unit, layout)
-    weights = _host(Buf.HOST_WEIGHTS, unit, layout)
+    weights = _host_buffer(Buf.HOST_WEIGHTS, unit, layout)
     ops = [
         Op(Kind.ADVANCE, unit, Stream.HOST, (landed, weights), (landed, weights)),
         Op(Kind.STREAM_MATRICES, unit, Stream.COPY_IN, (landed,), (slot,)),
@@ -395,4 +395,4 @@ def save_table(layout: Layout) -> Schedule:
 
 
 def _save(unit: Unit, layout: Layout) -> Op:
-    return Op(Kind.SAVE, unit, Stream.DISK, (_host(Buf.HOST_WEIGHTS, unit, layout),))
+    return Op(Kind.SAVE, unit, Stream.DISK, (_host_buffer(Buf.HOST_WEIGHTS, unit, layout),))

@@ -79,7 +79,7 @@ def simulate(sequence: Sequence[Schedule], cost: Cost, rates: Rates) -> Timeline
         ScheduleError: operations wait for each other.
     """
     ops = [op for schedule in sequence for op in schedule.ops]
-    start, end = _run(ops, _resolve(sequence), cost, rates)
+    start, end = _starts_and_ends(ops, _positions_of_waits(sequence), cost, rates)
     reached = dict.fromkeys(Stream, 0.0)
     spans = []
     for i, op in enumerate(ops):
@@ -89,31 +89,31 @@ def simulate(sequence: Sequence[Schedule], cost: Cost, rates: Rates) -> Timeline
     return Timeline(tuple(tuple(next(ordered) for _ in schedule.ops) for schedule in sequence))
 
 
-def _run(
+def _starts_and_ends(
     ops: Sequence[Op], waits: Sequence[Sequence[int]], cost: Cost, rates: Rates
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds at which each operation starts, and those at which it ends, by its position among ``ops``. Advance from event to
-    event. ``waits`` has, for each operation, the positions of those that it waits for.
+    """Return the start and the end of each operation in seconds, by its position in ``ops``. ``waits`` has, for each operation, the
+    positions of the operations that it waits for. Time advances from event to event.
     """
     queues = {lane: deque(i for i, op in enumerate(ops) if rates.lane(op) == lane) for lane in Stream}
     left: dict[int, float] = {}  # remaining cost of the running operations, by position
     start: dict[int, float] = {}
     end: dict[int, float] = {}
-    known: dict[tuple[tuple[Stream, Kind], ...], list[float]] = {}  # the speeds of operations that run together
+    known_speeds: dict[tuple[tuple[Stream, Kind], ...], list[float]] = {}  # the speeds of operations that run together
     now = 0.0
     while len(end) < len(ops):
-        for first in (queue[0] for queue in queues.values() if queue):
-            if first not in left and all(other in end for other in waits[first]):
-                left[first], start[first] = cost(ops[first]), now
+        for next_op in (queue[0] for queue in queues.values() if queue):
+            if next_op not in left and all(other in end for other in waits[next_op]):
+                left[next_op], start[next_op] = cost(ops[next_op]), now
         if not left:
             stuck = ", ".join(f"{ops[queue[0]]} on {stream}" for stream, queue in queues.items() if queue)
             raise ScheduleError(f"deadlock: no operation runs; waiting: {stuck}")
-        together = tuple((ops[i].stream, ops[i].kind) for i in left)
-        if together not in known:
-            known[together] = _speeds([ops[i] for i in left], rates)
-        speeds = known[together]
+        running = tuple((ops[i].stream, ops[i].kind) for i in left)
+        if running not in known_speeds:
+            known_speeds[running] = _speeds([ops[i] for i in left], rates)
+        speeds = known_speeds[running]
         # Speeds change only when an operation starts or ends, so advance to the next end.
-        seconds = {i: _seconds(left[i], speed) for i, speed in zip(left, speeds, strict=True)}
+        seconds = {i: _seconds_left(left[i], speed) for i, speed in zip(left, speeds, strict=True)}
         elapsed = min(seconds.values())
         now += elapsed
         for i, speed in zip(list(left), speeds, strict=True):
@@ -125,7 +125,7 @@ def _run(
     return start, end
 
 
-def _resolve(sequence: Sequence[Schedule]) -> list[list[int]]:
+def _positions_of_waits(sequence: Sequence[Schedule]) -> list[list[int]]:
     """Return, for each operation of the sequence, the positions of the operations that it waits for."""
     resolved: list[list[int]] = []
     last_use: dict[Wait, int] = {}
@@ -134,7 +134,7 @@ def _resolve(sequence: Sequence[Schedule]) -> list[list[int]]:
         for op in schedule.ops:
             found = [first + w.index if isinstance(w, After) else last_use.get(w) for w in op.waits]
             resolved.append([index for index in found if index is not None])
-        # After the pass: a wait for the last use means that of an earlier pass.
+        # Only after the whole pass, because a `LastUse` is a use in an earlier pass.
         last_use.update((use, first + i) for i, found in enumerate(schedule.uses) for use in found)
     return resolved
 
@@ -149,7 +149,7 @@ def step_seconds(step: Sequence[Schedule], cost: Cost, rates: Rates, num_steps: 
 
 
 def without(cost: Cost, *kinds: Kind) -> Cost:
-    """Return the same costs with operations of these kinds free, to find the time that they add to a step."""
+    """Return the same costs, but 0 for operations of these kinds, to find the time that they add to a step."""
     return lambda op: 0.0 if op.kind in kinds else cost(op)
 
 
@@ -178,7 +178,7 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     for_updates = (rates.host - wanted * share) * (rates.update_share if computes else 1.0)
 
     def speed(op: Op) -> float:
-        """Return the units of cost that an operation gets done in a second."""
+        """Return how much of an operation's cost is done in a second."""
         if op.stream == Stream.COMPUTE:
             return rates.compute_share if num_updates else 1.0
         if op.stream == Stream.DISK:
@@ -192,7 +192,7 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     return [speed(op) for op in running]
 
 
-def _seconds(amount: float, speed: float) -> float:
+def _seconds_left(amount: float, speed: float) -> float:
     if amount <= 0:
         return 0.0
     return amount / speed if speed else float("inf")

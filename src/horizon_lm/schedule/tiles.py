@@ -46,7 +46,7 @@ class TileSlots:
 
 
 class TileCopies:
-    """The copies that a pass has still to list: of each tile as soon as a slot is free, with the core of its block before.
+    """The copies that a pass has still to list: of each tile as soon as a slot is free, after the core of its block.
 
     Args:
         tiles: the units in the order of the pass, and the tiles of each in that order; none for most units.
@@ -57,42 +57,42 @@ class TileCopies:
     def __init__(
         self, tiles: Mapping[Unit, Sequence[Unit]], load: Callable[[Unit], list[Op]], routed: Iterable[Unit] = ()
     ) -> None:
-        self._load, self._waiting = load, set(routed)
+        self._load, self._not_routed = load, set(routed)
         self._cores = list(tiles)
-        self._place = {unit: place for place, unit in enumerate(self._cores)}
-        self._left = [each for some in tiles.values() for each in some]  # tiles whose copy is not listed
+        self._place_of = {unit: place for place, unit in enumerate(self._cores)}
+        self._tiles_left = [each for some in tiles.values() for each in some]  # tiles whose copy is not listed
         self._tiles_computed = 0  # tiles whose computation is listed
         self._tiles_listed = 0  # tiles whose copy is listed
         self._cores_listed = 0  # cores whose copy is listed
 
     def core(self, place: int) -> list[Op]:
-        """List the copy of the core at a place of the pass; nothing if it is listed already, or if the pass has ended there."""
+        """Return the copy of the core at a place of the pass, and note it as listed; nothing if it is listed, or behind the end."""
         if place < self._cores_listed or place >= len(self._cores):
             return []
         self._cores_listed = place + 1
         return self._load(self._cores[place])
 
     def ahead(self, place: int) -> list[Op]:
-        """List the copies of the next tiles while a slot is free, but of no block later than the one after this place. The core of a tile's
-        block is copied before the tile.
+        """Return the copies of the next tiles as far as slots are free, each after the copy of its block's core, and note them as listed.
+        Tiles of blocks behind the block after this place are left for later.
         """
         ops: list[Op] = []
-        while self._left and self._tiles_listed < self._tiles_computed + 2:  # one in each of the two slots
-            unit = self._left[0]
-            place_of_block = self._place[unit.owner]
+        while self._tiles_left and self._tiles_listed < self._tiles_computed + 2:  # one in each of the two slots
+            unit = self._tiles_left[0]
+            place_of_block = self._place_of[unit.owner]
             if place_of_block > place + 1:
                 break
-            if unit.owner in self._waiting:  # until the block has routed its tokens, the link is free for the next core
+            if unit.owner in self._not_routed:  # until it is routed, the next core may use the link
                 ops += self.core(place + 1)
                 break
             ops += [*self.core(place_of_block), *self._load(unit)]
-            del self._left[0]
+            del self._tiles_left[0]
             self._tiles_listed += 1
         return ops
 
     def note_routed(self, unit: Unit) -> None:
         """Record that the part of a block before its experts is listed."""
-        self._waiting.discard(unit)
+        self._not_routed.discard(unit)
 
     def note_computed(self) -> None:
         """Record that the computation of the next tile is listed, after which its slot is free."""

@@ -96,7 +96,7 @@ class Trace:
         return trace
 
     def _read_event(self, event: Mapping[str, Any], rows: dict[int, Stream]) -> None:
-        """Add an event of a file. ``rows`` has the streams of the rows that were named so far; a file names a row before its events."""
+        """Add an event of a file to the trace. An event that names a row is added to ``rows``; a file names each row before its events."""
         if event["ph"] == "M" and event["name"] == "thread_name":
             rows[event["tid"]] = Stream(event["args"]["name"])
         elif event["ph"] == "X":
@@ -159,7 +159,7 @@ def write_chrome(
 
 
 def _row(op: Op) -> Stream:
-    """Return the row of an operation. Updates of rows are ordered in the copy-in stream, but are host work."""
+    """Return the stream in whose row an operation is drawn. Updates of rows run in the order of the copy-in stream, but are host work."""
     return Stream.HOST if op.kind in UPDATES else op.stream
 
 
@@ -193,7 +193,7 @@ def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
     copies_out = [s for s in spans if s.op.stream == Stream.COPY_OUT]
     gathers, sums = select(spans, Kind.GATHER), select(spans, Kind.REDUCE)
     collectives = {"gather": gathers, "reduce": sums} if gathers or sums else {}
-    # In the order in which they are charged.
+    # A moment is charged to the first of these that was busy.
     causes_of_waiting = {"copy_in": copies_in, "update": updates, "copy_out": copies_out, **collectives}
     causes_of_lateness = {"copy_out": copies_out, **({"reduce": sums} if collectives else {})}
     found = dict.fromkeys([*causes_of_waiting, "host"], 0.0)

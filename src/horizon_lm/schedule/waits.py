@@ -46,7 +46,7 @@ ACROSS_WRITES: dict[Buf, Stream] = {Buf.HOST_WEIGHTS: Stream.DISK}
 
 
 class _Clock:
-    """The operations known to be finished when an operation starts: a position for each stream, and waits across passes."""
+    """The operations that are finished when an operation starts: up to a position in each stream, and ``across`` earlier passes."""
 
     def __init__(self) -> None:
         self.position: dict[Stream, int] = {}
@@ -62,8 +62,8 @@ class _Clock:
         return self.position.get(stream, -1) >= index
 
     def implies(self, wait: LastUse) -> bool:
-        """Return whether a wait for an earlier pass is satisfied. A stream runs in order, so once it has done any operation of this
-        pass, it has done all of earlier ones.
+        """Return whether a wait for an earlier pass is satisfied. A stream runs in order: an operation of this pass comes after all
+        operations of earlier passes.
         """
         return wait.stream in self.position or wait in self.across
 
@@ -91,10 +91,10 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
         # Waits for earlier passes: of all accesses, and of writes alone.
         accesses = [(buffer, ACROSS.get((op.stream, buffer.kind))) for buffer in op.reads + op.writes]
         accesses += [(buffer, ACROSS_WRITES.get(buffer.kind)) for buffer in op.writes]
-        for buffer, earlier in accesses:
-            if earlier is not None and not clock.implies(LastUse(buffer, earlier)):
-                waits.append(LastUse(buffer, earlier))
-                clock.across.add(LastUse(buffer, earlier))
+        for buffer, stream in accesses:
+            if stream is not None and not clock.implies(LastUse(buffer, stream)):
+                waits.append(LastUse(buffer, stream))
+                clock.across.add(LastUse(buffer, stream))
 
         earlier_accesses.add(op, index)
         clock.position[op.stream] = index
@@ -116,11 +116,11 @@ class _Accesses:
         one of them writes it.
         """
         found: dict[Stream, int] = {}
-        of_buffers = [
+        conflicting_accesses = [
             *(self._all.get(each, {}) for each in op.writes),
             *(self._writes.get(each, {}) for each in op.reads),
         ]
-        for last in of_buffers:
+        for last in conflicting_accesses:
             for stream, index in last.items():
                 if stream != op.stream:
                     found[stream] = max(index, found.get(stream, -1))
