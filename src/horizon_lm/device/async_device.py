@@ -93,12 +93,12 @@ class StreamDevice(Device):
         buffer = super().allocate(numel, dtype, kind)
         # Computation that is still running may have used this memory before: no copy may write to it until that has finished.
         event = self._record(None)
-        for issuer in self._open_issuers().values():
+        for issuer in self._opened_issuers().values():
             issuer.put(event)
         return buffer
 
     def open_streams(self) -> None:
-        self._open_issuers()
+        self._opened_issuers()
 
     # Tasks
 
@@ -188,7 +188,7 @@ class StreamDevice(Device):
             reached = self._record(stream) if self.trace is not None else None
             self._await_dependencies(stream, task)
             began = self._record(stream) if self.trace is not None else None
-            if task.dropped:  # while it waited
+            if task.dropped:  # while this thread waited for its dependencies
                 return
             assert task.moves is not None
             with self._use_stream(stream):
@@ -217,8 +217,8 @@ class StreamDevice(Device):
             raise error
 
     def _await_dependencies(self, stream: Any, task: Task) -> None:
-        """Make a stream (None: the caller's) wait for the dependencies of a task. Block until those on the host are done, and the others
-        are enqueued.
+        """Make a stream (None: the caller's) wait for the dependencies of a task. Block until host tasks among them are done, and the other
+        dependencies are enqueued.
         """
         waits = task.waits  # read once: another thread may forget them when the task is dropped
         self.wait([other for other in waits if other.op.stream in HOST_STREAMS])
@@ -228,8 +228,8 @@ class StreamDevice(Device):
                 self._wait_event(stream, end)
 
     def _await_inputs(self, task: Task) -> None:
-        """Block until the dependencies of a host task are done. Raise the error of a failed one even if it was dropped since, when `wait`
-        raises none: the gradients or matrices that it should have copied to the host are missing.
+        """Block until the dependencies of a host task are done. Raise the error of a failed one, also if it was dropped since and `wait`
+        raises nothing: the gradients or matrices that it should have copied to the host are missing.
         """
         waits = task.waits  # read once: another thread may forget them when the task is dropped
         self.wait(waits)
@@ -242,19 +242,19 @@ class StreamDevice(Device):
         with self._opening:
             if stream not in self._pools:
                 num_threads = self._host_threads if stream == Stream.HOST else DISK_THREADS
-                # As many while the device computes: the caller and the issuers have cores of their own (`_BUSY_THREADS`).
+                # The number is the same while the device computes: caller and issuers have cores of their own (`_BUSY_THREADS`).
                 self._pools[stream] = HostPool(num_threads, num_threads, self.link, self._enter_thread)
             return self._pools[stream]
 
-    def _open_issuers(self) -> "dict[Stream, _Issuer]":
-        """Return the issuers, with those of the two copy streams, which are opened together when one is first needed."""
+    def _opened_issuers(self) -> "dict[Stream, _Issuer]":
+        """Return all issuers. The first call opens the two copy streams and starts their issuers."""
         if not self._issuers:
             self._issuers = {s: _Issuer(self, s, *self._open_stream(s)) for s in (Stream.COPY_IN, Stream.COPY_OUT)}
         return self._issuers
 
     def _issuer(self, stream: Stream) -> "_Issuer":
         """Return the issuer of a stream. That of collectives is opened here, because one rank alone never needs it."""
-        issuers = self._open_issuers()
+        issuers = self._opened_issuers()
         if stream not in issuers:
             issuers[stream] = _Issuer(self, stream, *self._open_stream(stream))
         return issuers[stream]

@@ -23,8 +23,8 @@ class Task:
     """An operation of a pass, as given to a device. The cursor sets its moves, and the device alone the rest of its state.
 
     Attributes:
-        waits: tasks that must be done first, as the schedule declares. They are kept until the task is done, so that it is known
-            what an unfinished task waits for; then they are forgotten, or every task would keep all earlier ones alive.
+        waits: tasks that must be done first, as the schedule declares. A task that is done forgets them, or every task would keep all
+            earlier tasks alive.
         moves: transfers or host work, unless the task computes; None until they are known (for example the rows of a
             batch).
         issued: True once the task was given to the device.
@@ -232,7 +232,7 @@ class Device(ABC):
 
     @contextmanager
     def rng_state_restored(self, start: Any = None) -> Iterator[None]:
-        """Context manager: draw from the random state ``start``, by default the current one, and restore the current one afterwards."""
+        """Context manager: draw random numbers from the state ``start`` (None: the current one), and restore the old state at the end."""
         before = self.rng_state()
         if start is not None:
             self.set_rng_state(start)

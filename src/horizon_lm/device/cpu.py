@@ -24,8 +24,8 @@ _LANDED_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of w
 class HostLink:
     """Transfers within host memory. Gradients are landed and squared in one pass.
 
-    They are landed in several threads, because computation does not hide it: a CPU does one after the other, and the rows of
-    the embedding come at the end of the backward pass. Quantized weights are decoded in several threads, too.
+    Several threads land them, because no computation runs meanwhile: a CPU does one after the other, and the rows of the
+    embedding land at the end of the backward pass. Several threads decode quantized weights, too.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class HostLink:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
 
-    def _in_threads(self, work: Callable[[Any], Any], pieces: Iterable[Any]) -> list[Any]:
-        """Return the results of work on pieces, in their order. When this returns or raises, no thread works on a piece any more."""
+    def _in_threads(self, work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Return the results of ``work`` on each item, in their order. When this returns or raises, no thread works on an item any more."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(usable_cores(), "horizon-host")
         begun: list[Future[Any]] = []
         try:
-            begun.extend(self._threads.submit(work, piece) for piece in pieces)
+            begun.extend(self._threads.submit(work, item) for item in items)
             return [each.result() for each in begun]
         finally:
             wait([each for each in begun if not each.cancel()])
@@ -68,7 +68,7 @@ class HostLink:
 
         kernel = landing_kernel(dtype_name(destination), dtype_name(source), add)
         target, values = as_array(destination), as_array(source)
-        return self._land(lambda piece: kernel(target[piece], values[piece]), len(target), _LANDED_ELEMENTS)
+        return self._land_all(lambda piece: kernel(target[piece], values[piece]), len(target), _LANDED_ELEMENTS)
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
         from horizon_lm.memory.kernels.gradients import rows_kernel
@@ -77,9 +77,9 @@ class HostLink:
         # target (V, H), values (R, H), indices (R,)
         target, values, indices = as_array(table), as_array(source.to(table.dtype).contiguous()), rows.numpy()
         num_rows = max(1, _LANDED_ELEMENTS // table.shape[1])  # of a piece
-        return self._land(lambda piece: kernel(target, values[piece], indices[piece]), len(indices), num_rows)
+        return self._land_all(lambda piece: kernel(target, values[piece], indices[piece]), len(indices), num_rows)
 
-    def _land(self, land: Callable[[slice], float], count: int, step: int) -> SquaredNorm:
+    def _land_all(self, land: Callable[[slice], float], count: int, step: int) -> SquaredNorm:
         """Land ``count`` elements or rows in several threads, and return the sum of their squares.
 
         Args:
@@ -117,8 +117,8 @@ class CpuDevice(Device):
         self.trace: Trace | None = None
         self._host_threads = host_threads
         self._pools: dict[Stream, HostPool] = {}
-        self._began = 0.0  # start of the running computation
-        self._computed: float | None = None  # end of the one before it
+        self._computation_start = 0.0  # of the running computation
+        self._last_computation_end: float | None = None  # of the computation before it
 
     def spare_bytes(self) -> int | None:
         return None  # its memory is host memory
@@ -148,8 +148,8 @@ class CpuDevice(Device):
         task.issued = True
         if task.op.stream in HOST_STREAMS:
             # Copies and computations run inline, and a pool runs its tasks in order: only tasks of the other pool may be unfinished.
-            late = [t for t in task.waits if not t.done and t.op.stream != task.op.stream]
-            self._pool(task.op.stream).submit(task, (lambda: self.wait(late)) if late else None, self.trace)
+            unfinished = [t for t in task.waits if not t.done and t.op.stream != task.op.stream]
+            self._pool(task.op.stream).submit(task, (lambda: self.wait(unfinished)) if unfinished else None, self.trace)
             return
         self.wait(task.waits)
         if task.op.kind == Kind.UPDATE_ROWS:  # the next copy reads these rows
@@ -166,13 +166,13 @@ class CpuDevice(Device):
     def begin(self, task: Task) -> None:
         self.wait(task.waits)
         self._share_cores(computing=True)
-        self._began = time.perf_counter()
+        self._computation_start = time.perf_counter()
 
     def end(self, task: Task) -> None:
         task.finish()
         self._share_cores(computing=False)
-        self._record(task, self._began, self._computed)
-        self._computed = time.perf_counter()
+        self._record(task, self._computation_start, self._last_computation_end)
+        self._last_computation_end = time.perf_counter()
 
     def wait(self, tasks: Sequence[Task]) -> None:
         if pending := [task for task in tasks if not task.done]:

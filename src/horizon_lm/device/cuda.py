@@ -54,7 +54,7 @@ class CudaDevice(StreamDevice):
         _let_segments_expand()
         self.registration_error: str | None = None
         self._locks = PageLocks(torch_device)
-        self._warned_bytes = 0  # that were not page-locked, at the last warning
+        self._warned_bytes = 0  # bytes of the last warning about memory that is not page-locked
         self.workspace_bytes = 0
         # Not at exit, since the end of the process undoes both.
         weakref.finalize(self, self._locks.unlock_all).atexit = False
@@ -179,8 +179,8 @@ class CudaDevice(StreamDevice):
 
 
 class _Event:
-    """An event that any thread may wait for. CUDA makes a context on the current device of a thread that asks about an event,
-    which is the first GPU unless the thread has chosen another one.
+    """An event that any thread may wait for. Its own device is made current for that: CUDA would make a context on the thread's
+    current device, which is the first GPU unless the thread has chosen another.
     """
 
     def __init__(self, device: torch.device, timed: bool) -> None:

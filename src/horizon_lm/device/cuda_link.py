@@ -62,7 +62,7 @@ class HostTransport:
         return buffer[: numel * dtype.itemsize].view(dtype), event
 
     def _copy_staged(self, destination: torch.Tensor, source: torch.Tensor, to_device: bool) -> None:
-        """Copy through the staging buffers, of which one is filled while the copy before uses the other."""
+        """Copy piece by piece through the staging buffers: the host fills one while the device still reads the other."""
         for d, s in _split_alike(destination, source, _STAGING_BYTES // source.element_size()):
             staging, event = self.stage(s.numel(), s.dtype)
             if to_device:
@@ -76,8 +76,7 @@ class HostTransport:
 
 
 class CudaLink:
-    """The link of one copy stream, which must be current. Data crosses the bus in the host's dtype; the device converts
-    it.
+    """The link of one copy stream, which must be current. Data cross the bus in the host's dtype, and the device converts them.
 
     Scratch memory is allocated up front, because an allocation could make the enqueuing thread wait for the device.
 
@@ -89,13 +88,13 @@ class CudaLink:
     def __init__(self, device: torch.device, locks: PageLocks | None = None) -> None:
         self._device = device
         self._scratch = torch.empty(LINK_SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        self._beside = torch.cuda.Stream(device, priority=-1)  # for work beside this link's own stream
+        self._side_stream = torch.cuda.Stream(device, priority=-1)  # runs beside the stream of the link
         # Two places of the scratch memory take turns, each with an event for when it is filled and one for when it is free again.
-        # `decode` fills them on the link's stream and empties them beside it; `_add` fills them beside it.
+        # `decode` fills them on the link's stream and empties them on the side stream; `_add` fills them on the side stream.
         self._filled = [torch.cuda.Event(blocking=True) for _ in range(2)]
         self._free = [torch.cuda.Event(blocking=True) for _ in range(2)]
-        # The place that `decode` filled last, and whether one may still be in use.
-        self._half, self._is_decoding = 0, False
+        # The half (0 or 1) that `decode` filled last, and whether decoding may still be using either.
+        self._turn, self._may_be_decoding = 0, False
         self._transport = HostTransport(device, locks or PageLocks(device))
         self._host = HostLink()
 
@@ -113,18 +112,18 @@ class CudaLink:
                 d.copy_(arrived)
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
-        """Decode a quantized tensor part by part. While the components of a part cross the link into one half of the scratch memory,
-        those of the part before are decoded from the other half, on the stream beside the copies.
+        """Decode a quantized tensor part by part. While the components of one part cross the link into one half of the scratch memory, the
+        part before is decoded from the other half, on the side stream.
         """
-        copying, self._is_decoding = torch.cuda.current_stream(self._device), True
+        copying, self._may_be_decoding = torch.cuda.current_stream(self._device), True
         for components, place in codec.cut(packed, destination, packed_bytes()):
-            self._half ^= 1
-            filled, free = self._filled[self._half], self._free[self._half]
+            self._turn ^= 1
+            filled, free = self._filled[self._turn], self._free[self._turn]
             copying.wait_event(free)
-            arrived = self._copy_components(self._scratch.chunk(2)[self._half], components)
+            arrived = self._copy_components(self._scratch.chunk(2)[self._turn], components)
             filled.record()
-            with torch.cuda.stream(self._beside):
-                self._beside.wait_event(filled)
+            with torch.cuda.stream(self._side_stream):
+                self._side_stream.wait_event(filled)
                 decode(codec, arrived, place, dtype)
                 free.record()
 
@@ -139,11 +138,11 @@ class CudaLink:
         return arrived
 
     def finish(self) -> None:
-        # The work that `decode` has enqueued on the stream beside still reads the scratch memory, and writes the decoded tensors.
-        if self._is_decoding:
+        # The work that `decode` has enqueued on the side stream still reads the scratch memory, and writes the decoded tensors.
+        if self._may_be_decoding:
             for free in self._free:
                 torch.cuda.current_stream(self._device).wait_event(free)
-            self._is_decoding = False
+            self._may_be_decoding = False
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         # The host gathers rows in a staging buffer. That is page-locked, so `copy` does not stage them again.
@@ -171,12 +170,12 @@ class CudaLink:
         return _sum_of_squares(norms)
 
     def _add(self, destination: torch.Tensor, source: torch.Tensor) -> list[torch.Tensor]:
-        """Add gradients to those in host memory, and return the norms of the sums, piece by piece. While the sum of one piece goes to the
-        host, the next piece comes from there, on the stream beside: the link has two directions.
+        """Add gradients to the gradients in host memory, and return the norm of each piece of the sum. While the sum of one piece goes to
+        the host, the next piece comes from there on the side stream: the link has two directions.
         """
         self.finish()
         for free in self._free:
-            free.record()  # once all that uses the scratch memory and the destination is done
+            free.record()  # reached once all earlier uses of the scratch memory and the destination are done
         copying, norms = torch.cuda.current_stream(self._device), []
         pieces = list(_split_alike(destination, source, _PIECE_ELEMENTS // 2))
         read = [self._read(d, turn) for turn, (d, _) in enumerate(pieces[:2])]
@@ -195,11 +194,11 @@ class CudaLink:
         return norms
 
     def _read(self, source: torch.Tensor, turn: int) -> torch.Tensor:
-        """Copy a piece of host memory into place ``turn`` (0 or 1) of the scratch memory, on the stream beside the copies."""
+        """Copy a piece of host memory into place ``turn`` (0 or 1) of the scratch memory, on the side stream."""
         start = turn * (_PIECE_ELEMENTS // 2) * source.element_size()
         place = self._scratch[start : start + source.numel() * source.element_size()].view(source.dtype)
-        with torch.cuda.stream(self._beside):
-            self._beside.wait_event(self._free[turn])
+        with torch.cuda.stream(self._side_stream):
+            self._side_stream.wait_event(self._free[turn])
             self._transport.copy(place, source)
             self._filled[turn].record()
         return place
@@ -216,7 +215,7 @@ class CudaLink:
         return total
 
     def _take_scratch(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return scratch memory for ``numel`` elements. Its last use comes before in this stream, which waits for the stream beside it."""
+        """Return scratch memory for ``numel`` elements. The link's stream waits for the side stream, so all earlier uses come before."""
         self.finish()
         return self._scratch[: numel * dtype.itemsize].view(dtype)
 
@@ -254,6 +253,6 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_squares(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares as a host tensor, which contains its value once the landing is finished."""
+    """Return the sum of the squared norms as a host tensor, which has its value once the stream has run the copy to it."""
     host = torch.empty((), dtype=torch.float64, pin_memory=True)
     return host.copy_(torch.stack(norms).double().square().sum(), non_blocking=True)

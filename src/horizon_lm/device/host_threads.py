@@ -72,9 +72,9 @@ class _Job:
         wait_until_ready: blocks until the task may run; None once a thread has called it.
         taken: number of moves that threads have taken.
         preparing: True while a thread runs ``wait_until_ready``.
-        running: number of threads at work on the job.
-        started: time at which the first of them began; 0 before.
-        error: the first error of one of them.
+        running: number of threads that run a move of the job, or prepare it.
+        started: time at which the first thread began; 0 before.
+        error: the first error of a thread.
     """
 
     task: Task
@@ -104,7 +104,7 @@ class _State:
         self.queue: deque[_Job] = deque()  # jobs with moves that no thread has taken
         self.unfinished: dict[int, _Job] = {}  # by the id of the task, also while it runs
         self.limit = limit  # threads that may run moves at the same time
-        self.active = 0  # threads that do
+        self.active = 0  # threads that run moves now
         self.closed = False  # no further move starts
         self.trace: Trace | None = None
 
@@ -129,7 +129,7 @@ class _State:
             except BaseException as error:
                 job.error = job.error or error
             with self.changed:
-                self._finish_turn(job)
+                self._note_work_done(job)
             del job, work  # a waiting thread keeps nothing alive
 
     def _has_work(self) -> bool:
@@ -149,8 +149,8 @@ class _State:
         self.active += 1
         return partial(move.run, self.link)
 
-    def _finish_turn(self, job: _Job) -> None:
-        """Record that a thread has run one move of a job, or has waited until the job was ready. The last one finishes the job's task."""
+    def _note_work_done(self, job: _Job) -> None:
+        """Record that a thread has run one move of a job, or has waited until the job was ready. After the last move, finish its task."""
         job.running -= 1
         # No move runs while a thread is preparing, so the flag is about this thread.
         was_preparing, job.preparing = job.preparing, False
@@ -187,7 +187,7 @@ class HostPool:
         self.num_threads, self.num_while_computing = num_threads, max(1, min(num_while_computing, num_threads))
         self._state = state = _State(link, num_threads)
         weakref.finalize(self, state.close).atexit = False
-        # One additional thread: a thread may wait for a task to be ready, and that task may depend on an urgent one.
+        # One additional thread, because one may be waiting for a task to be ready that depends on an urgent task of this pool.
         for number in range(num_threads + 1):
             start_thread(f"horizon-host-{number}", state.run_jobs, (enter,), state.close)
 
@@ -232,7 +232,7 @@ class HostPool:
             state.changed.wait_for(lambda: state.active == 0)
 
     def wait(self, tasks: Sequence[Task] | None = None) -> None:
-        """Block until those of these tasks that were submitted (None: all) are finished. Raise the error of one that failed, once.
+        """Block until these tasks (None: all) are finished, as far as they were submitted. Raise the error of a failed task, once.
 
         Raises:
             StreamingError: a task is unfinished and will stay so, because the pool was stopped.

@@ -69,7 +69,7 @@ class PageLocks:
 
     def _unregister(self, start: int) -> None:
         """Unlock the piece that begins at an address, if it is locked."""
-        # Popped at once: the garbage collector may call `unlock_all` in another thread. The piece must live until CUDA has let go of it.
+        # Popped first, because the garbage collector may call `unlock_all` in another thread. ``piece`` keeps the memory alive until then.
         piece = self._memory.pop(start, None)
         if piece is None:
             return
@@ -90,8 +90,8 @@ class PageLocks:
         return error
 
     def parts(self, tensor: torch.Tensor) -> Iterator[tuple[int, int, bool]]:
-        """Split a 1-D host tensor where registrations begin and end. Yield for each part its first element, the one after its last,
-        and whether it is locked.
+        """Split a 1-D host tensor where registrations begin and end. Yield the start and stop of each part in elements, and whether it is
+        locked.
         """
         size = tensor.element_size()
         first = tensor.data_ptr()
@@ -100,7 +100,7 @@ class PageLocks:
         if not found:  # not registered here, but torch may have page-locked it
             yield 0, tensor.numel(), tensor.is_pinned()
             return
-        end = first  # of what was yielded
+        end = first  # the address behind the parts that were yielded
         for start, stop in [*found, (last, last)]:  # the empty range ends the part behind the last registration
             if end < start:
                 yield (end - first) // size, (start - first) // size, False

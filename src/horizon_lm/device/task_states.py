@@ -31,7 +31,7 @@ class TaskStates:
         self._failed: list[Task] = []
 
     def enqueued(self, task: Task, end: Event) -> None:
-        """Set the event that marks the end of a task that was enqueued. Tasks before it that have ended are marked as finished."""
+        """Record that a task was enqueued, and the event at its end. Mark earlier tasks of its stream that have ended as finished."""
         self.finish_reached(task.op.stream)
         with self._changed:
             self._ends[task.op.stream][task] = end
@@ -45,7 +45,7 @@ class TaskStates:
             self._changed.notify_all()
 
     def finish_reached(self, stream: Stream) -> None:
-        """Mark the tasks that a stream has run as finished. It runs them in order, so the first that is not over ends the search."""
+        """Mark the tasks that a stream has run as finished. It runs them in order, so the search ends at the first that has not ended."""
         while True:
             with self._changed:
                 task, end = next(iter(self._ends[stream].items()), (None, None))

@@ -26,7 +26,7 @@ class Link(Protocol):
         Args:
             destination: the decoded tensor.
             packed: the codes and scales in host memory, or on the device, 1-D uint8.
-            codec: the codec, which knows where among them those of the tensor are.
+            codec: the codec, which finds the tensor's codes and scales among them.
             dtype: the dtype that values are rounded to first.
         """
         ...
@@ -78,7 +78,7 @@ class Move(Protocol):
 
 
 class _Chained(Sequence[Move]):
-    """The moves of several sequences. These make a move when it is asked for, so they are not put into one list."""
+    """The moves of several sequences, which may make each move only when it is taken. So they are not joined in a list."""
 
     def __init__(self, parts: Sequence[Sequence[Move]]) -> None:
         self._parts = parts
@@ -116,7 +116,7 @@ class Copy:
         link.copy(self.destination, self.source)
 
     def split(self, parts: int) -> list[Move]:
-        # Their bytes do not count, because those of the whole move do.
+        # The whole move counts the bytes, so its parts count none.
         return [Copy(d, s, host_bytes=0) for d, s in _split(parts, self.destination, self.source)]
 
 
