@@ -30,7 +30,7 @@ def make_optimizer(name: str, model: Any, settings: Any, **options: Any) -> Slab
 
 
 def decay_groups(model: Any, decayed: Collection[str], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the groups of the trainable parameters: those that decay, by name, and the others; none that is empty."""
+    """Return a group of the trainable parameters named in ``decayed``, and one of the others, without decay; no empty ones."""
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     groups = [
         {"params": [param for name, param in params if name in decayed], "weight_decay": weight_decay},

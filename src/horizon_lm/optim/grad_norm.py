@@ -38,7 +38,7 @@ def sum_squares(engine: EngineState, present: Mapping[Unit, Iterable[str]]) -> d
 
 
 def _squared_norm(slab: Slab, names: Iterable[str]) -> float:
-    """Return the sum of squares of what this rank owns of some gradients of a slab in host memory."""
+    """Return the sum of squares of this rank's part of these gradients of a slab, read from host memory."""
     kernel = squared_norm_kernel(dtype_name(slab.grads))
     return sum(kernel(as_array(slab.grads[slab.grad_layout.part_of(name, slab.own_grads)])) for name in names)
 
@@ -49,7 +49,7 @@ def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:
 
 
 def first_non_finite_unit(squared_norms: Mapping[Unit, float], num_blocks: int) -> Unit | None:
-    """Return the first unit in backward order whose sum is not finite, as the origin: a backward pass spreads such values."""
+    """Return the first unit in backward order whose sum is not finite: the origin, as a backward pass spreads such values."""
     order = [HEAD, *map(block, reversed(range(num_blocks))), OUTER, EMBED]
     return next((unit for unit in order if not math.isfinite(squared_norms[unit])), None)
 

@@ -24,7 +24,7 @@ class MomentSlabs:
     """One moment of a slab of weights.
 
     Attributes:
-        place: where each parameter's values and scales lie.
+        place: the places of each parameter's values and scales.
         values, scales: their slabs.
     """
 
@@ -89,10 +89,10 @@ class Moments:
 
     def state(self, slab: Slab, name: str) -> dict[str, torch.Tensor]:
         """Return views of a parameter's moments under torch's names; 8-bit moments as codes and scales."""
-        own = {moment: each for moment, each in self.slabs[slab].items() if name in each.place.layout}
-        views = {moment: each.place.layout.view(each.values, name) for moment, each in own.items()}
+        of_parameter = {moment: each for moment, each in self.slabs[slab].items() if name in each.place.layout}
+        views = {moment: each.place.layout.view(each.values, name) for moment, each in of_parameter.items()}
         if self.kind == "8bit":
-            for moment, each in own.items():
+            for moment, each in of_parameter.items():
                 start = each.place.scale_starts[name]
                 stop = start + num_scales(each.place.layout.entries[name].numel, slab.row)
                 views[scale_name(moment)] = each.scales[start:stop]
@@ -125,7 +125,7 @@ class SlabArrays:
     """A slab of weights as numpy arrays, except for gradients, whose memory may differ from update to update.
 
     Attributes:
-        layout, grad_layout: where weights and gradients lie.
+        layout, grad_layout: the places of weights and gradients.
         own, own_grads: the ranges of weights and gradients that this rank owns, and updates.
         weights, low: the values; ``low`` is empty if the format has none.
         weight_format, moment_kind, grad_format: the names of the formats, which select the kernel.
@@ -161,11 +161,11 @@ class SlabArrays:
 
     @property
     def mergeable(self) -> bool:
-        """True if one kernel call may span several parameters. 8-bit blocks start at the beginning of each."""
+        """True if one kernel call may span several parameters; not with 8-bit moments, whose blocks begin anew at each parameter."""
         return self.moment_kind != "8bit"
 
     def of_grads(self, grads: Any) -> "SlabArrays":
-        """Return arrays with which an update leaves its result in the slab of the gradients, in place of the weights."""
+        """Return arrays with which an update reads and writes this array of gradients in place of the weights."""
         return replace(
             self,
             layout=self.grad_layout,
@@ -176,11 +176,11 @@ class SlabArrays:
         )
 
     def modes(self, rule: Rule) -> tuple[Rule, str, str, str]:
-        """Return the arguments of `update_kernel` and `rows_kernel` for a rule."""
+        """Return the arguments that select the kernel of a rule in `update_kernel` and `rows_kernel`."""
         return rule, self.weight_format, self.moment_kind, self.grad_format
 
     def moments_of(self, rule: Rule) -> list[MomentArrays]:
-        """Return the moments of a rule, as the kernels take them: two, of which those that the rule lacks are empty."""
+        """Return the two moments that a kernel takes; for a moment that the rule lacks, empty arrays."""
         arrays = [self.moments[moment.name] for moment in rule.moments]
         return arrays + [self._no_moment()] * (2 - len(arrays))
 

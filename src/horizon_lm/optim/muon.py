@@ -68,7 +68,7 @@ class _Numbers(NamedTuple):
 def _numbers(
     step: int, lr: float, betas: tuple[float, float], eps: float, momentum: float, shape: tuple[int, ...]
 ) -> _Numbers:
-    """Return the numbers of a step of matrices of this shape. ``betas`` and ``eps`` are those of other weights."""
+    """Return the numbers of a step of matrices of this shape. ``betas`` and ``eps`` are settings of the other weights, and not used."""
     scaled = lr * 0.2 * math.sqrt(max(shape[-2:]))  # steps have the root mean square of AdamW's
     return _Numbers(np.float32(1 - momentum), np.float32(momentum) - np.float32(1), np.float32(scaled))
 

@@ -32,7 +32,7 @@ class SavedState:
     num_steps: int
 
     def copy_into(self, own: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Copy the entries into an optimizer's state, key by key. Reset the moments of a parameter without an entry."""
+        """Copy the entries into an optimizer's own state, key by key. Set the moments of a parameter without an entry to zero."""
         for index, entry in self.entries.items():
             for key, tensor in own[index].items():
                 if entry is None and key != LOW_HALF:
@@ -41,10 +41,10 @@ class SavedState:
                     tensor.copy_(torch.as_tensor(entry[key]))
 
 
-def plain(value: Any) -> Any:
-    """Return a setting of a group, which may be a tensor or a number of numpy, or have some, as plain data."""
+def as_plain_data(value: Any) -> Any:
+    """Return a setting of a group as plain data. It may be a number, a tensor or a number of numpy, or a list of these."""
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [as_plain_data(each) for each in value]
     return value.item() if isinstance(value, torch.Tensor | np.generic) else value
 
 
@@ -77,7 +77,7 @@ def check_state(given: Any, own: Mapping[str, Any], moments: str, rule: Rule, se
     Raises:
         ConfigError: if any part of the state does not fit.
     """
-    if not isinstance(given, Mapping) or not all(isinstance(given.get(k), t) for k, t in _PARTS.items()):
+    if not isinstance(given, Mapping) or not all(isinstance(given.get(k), t) for k, t in _PART_TYPES.items()):
         raise ConfigError(f"this is not an optimizer state; pass the return value of state_dict() of {_a(rule.name)}")
     index_of = _match_parameters(given["param_groups"], own["param_groups"])
     groups = [_check_group(number, group, rule, settings) for number, group in enumerate(given["param_groups"])]
@@ -97,11 +97,11 @@ def _a(name: str) -> str:
     return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
-_PARTS = {"state": Mapping, "param_groups": Sequence}
+_PART_TYPES = {"state": Mapping, "param_groups": Sequence}
 
 
 def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int]:
-    """Map the parameter numbers in the groups of a state to ours by their positions, as torch does."""
+    """Map the parameter numbers in a state's groups to this optimizer's by their positions, as torch does. Reject groups of other sizes."""
     given_sizes, own_sizes = ([len(group.get("params", ())) for group in groups] for groups in (given, own))
     if given_sizes != own_sizes:
         raise ConfigError(
@@ -115,7 +115,7 @@ def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int
 
 
 def _check_group(number: int, group: Mapping[str, Any], rule: Rule, settings: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a group that this optimizer has. Reject a group that needs other settings."""
+    """Return the settings of a saved group without those of torch's implementations. Reject a group that lacks or needs other settings."""
     if missing := [name for name in settings if name not in group]:
         raise ConfigError(
             f"the optimizer state has no {', '.join(missing)} in group {number}; it is not from {_a(rule.name)}"
@@ -133,9 +133,8 @@ def _check_group(number: int, group: Mapping[str, Any], rule: Rule, settings: Se
 def _match_entries(
     given: Mapping[str, Any], own: Mapping[int, Any], index_of: Mapping[Any, int]
 ) -> dict[int, Mapping[str, Any] | None]:
-    """Return the saved state of each of our parameters; None for one without. Reject a state of other parameters, or an incomplete one.
-
-    ``index_of`` maps parameter numbers of the saved state to ours.
+    """Return the saved state of each parameter of ``own``; None for one that has none. Reject a state of other parameters, or an incomplete
+    one. ``index_of`` is what `_match_parameters` returned.
     """
     states = given["state"]
     if unknown := [number for number in states if index_of.get(number) not in own]:
@@ -154,7 +153,7 @@ def _match_entries(
 
 
 def _check_entry(place: str, entry: Any, own: Mapping[str, Any], moments: str) -> None:
-    """Check the state of one parameter against ours: its keys, the dtypes and shapes of its tensors, its step count."""
+    """Raise ConfigError if the state of one parameter has other keys, dtypes or shapes than ``own``, or an invalid number of steps."""
     if not isinstance(entry, Mapping) or entry.keys() - {LOW_HALF} != own.keys() - {LOW_HALF}:
         found = ", ".join(sorted(map(str, entry))) if isinstance(entry, Mapping) and entry else "nothing"
         raise ConfigError(
@@ -185,15 +184,15 @@ def _check_entry(place: str, entry: Any, own: Mapping[str, Any], moments: str) -
 
 
 def _is_of_kind(given: torch.dtype, own: torch.dtype) -> bool:
-    """Return whether a dtype may be converted to ours: floating-point numbers may, 8-bit codes may not."""
+    """Return whether a tensor of dtype ``given`` may be loaded as ``own``: floating-point numbers are converted, 8-bit codes are not."""
     return given == own or (given.is_floating_point and own.is_floating_point)
 
 
 def _require_low_halves_of_all(entries: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError if some entries have a low half and others do not. None has one in a state of torch's optimizer."""
-    found = sum(LOW_HALF in entry for entry in entries)
-    if found not in (0, len(entries)):
-        raise ConfigError(f"the optimizer state has {LOW_HALF} of {found} of {len(entries)} parameters; it is damaged")
+    count = sum(LOW_HALF in entry for entry in entries)
+    if count not in (0, len(entries)):
+        raise ConfigError(f"the optimizer state has {LOW_HALF} of {count} of {len(entries)} parameters; it is damaged")
 
 
 def _as_num_steps(name: str, value: Any) -> int:

@@ -21,7 +21,7 @@ from horizon_lm.memory.store import Store
 from horizon_lm.memory.unit_slabs import Slab
 from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, sum_squares
 from horizon_lm.optim.moments import Moments
-from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state, plain
+from horizon_lm.optim.saved_state import LOW_HALF, STEPS, as_plain_data, check_scalars, check_settings, check_state
 from horizon_lm.optim.unit_updates import UnitUpdates
 from horizon_lm.optim.update_tasks import StepUpdate, TableRows
 
@@ -77,9 +77,9 @@ class SlabOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[str, float] = {}
         self.non_finite_unit: str | None = None
-        self._rejected: str | None = None  # why the next step is rejected whatever its gradients are
+        self._rejection: str | None = None  # why the next step is rejected whatever its gradients are
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
-        self._current: StepUpdate | None = None  # the step that backward passes are applying
+        self._step_in_backward: StepUpdate | None = None  # the step that backward passes are applying
         rules = {name: self.rule_of(name) for slab in self._store.slabs for name in slab.grad_layout}
         self._moments = Moments(self._store, moments, rules)
         self._updates = UnitUpdates(self._engine, self._moments, rules, update_in_backward)
@@ -119,7 +119,7 @@ class SlabOptimizer(torch.optim.Optimizer):
             StreamingError: if an error made the gradients incomplete; call `zero_grad` first.
         """
         loss = closure() if closure is not None else None
-        reason, self._rejected = self._rejected, None  # of `reject_step`
+        rejection, self._rejection = self._rejection, None  # set by `reject_step`, for this step alone
         engine = self._engine
         engine.resume_interrupted()
         if engine.grads.invalid:
@@ -129,7 +129,7 @@ class SlabOptimizer(torch.optim.Optimizer):
             )
         engine.access.wait_for_grads()
         engine.foreign_writes.follow()
-        present = self._present()
+        present = self._names_with_grads()
         has_grads = self.pending if self._in_backward else any(present.values())
         if not has_grads:  # as in torch, nothing is done
             return loss
@@ -138,15 +138,15 @@ class SlabOptimizer(torch.optim.Optimizer):
         if unit is not None:
             self._reject_gradient_of(unit)
             return loss
-        if reason is not None:
-            self._skipped.skip(f"{reason} at step {self._step + 1}")
+        if rejection is not None:
+            self._skipped.skip(f"{rejection} at step {self._step + 1}")
             return loss
         self.grad_norm = sum(squared_norms.values()) ** 0.5
         self.unit_grad_norms = {str(unit): square**0.5 for unit, square in squared_norms.items()}
         if self._in_backward:
-            assert self._current is not None
+            assert self._step_in_backward is not None
             engine.grads.squared_norms.clear()
-            self._finish_step(self._current)
+            self._finish_step(self._step_in_backward)
         else:
             self._issue_update(present, clip_factor(self.grad_norm, self.max_grad_norm))
         return loss
@@ -154,7 +154,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     def landed_grad_norm(self) -> float:
         """Return the global norm of the gradients of this step, before clipping. Wait until they are in host memory."""
         self._engine.access.wait_for_grads()
-        return float(sum(sum_squares(self._engine, self._present()).values()) ** 0.5)
+        return float(sum(sum_squares(self._engine, self._names_with_grads()).values()) ** 0.5)
 
     def belongs_to(self, engine: Engine) -> bool:
         """Return whether this optimizer updates the model of this engine."""
@@ -176,8 +176,8 @@ class SlabOptimizer(torch.optim.Optimizer):
         return self._skipped.may_skip
 
     def reject_step(self, reason: str) -> None:
-        """Let the next `step` treat its gradients as not finite. Those of a loss that is not finite may be zero."""
-        self._rejected = reason
+        """Let the next `step` treat its gradients as not finite: a loss that is not finite may have gradients of zero."""
+        self._rejection = reason
 
     @property
     def num_skipped(self) -> int:
@@ -192,14 +192,14 @@ class SlabOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
         if self._engine.grads.invalid:  # a backward pass with updates failed before its first update
-            self._current = None
+            self._step_in_backward = None
         try:
             self._engine.access.clear_grads()
         except Exception:  # a landing failed, and with it the updates that waited for it
-            self._current = None
+            self._step_in_backward = None
             raise
 
-    def _present(self) -> dict[Unit, list[str]]:
+    def _names_with_grads(self) -> dict[Unit, list[str]]:
         """Return the parameters of each unit that have a gradient. Others are not updated, as in torch.
 
         Updates in the backward pass leave no gradients behind, so with them all trained parameters are returned.
@@ -227,12 +227,12 @@ class SlabOptimizer(torch.optim.Optimizer):
     # One step
 
     def _new_step(self, clip: float) -> StepUpdate:
-        """Return the numbers of the next step, with the settings of now."""
+        """Return the numbers of the next step, with the present settings of the groups."""
         groups = [(group["params"], {name: group[name] for name in self.defaults}) for group in self.param_groups]
         return StepUpdate(groups, self._steps, self._seed, self._step + 1, clip)
 
     def _issue_update(self, present: Mapping[Unit, list[str]], clip: float) -> None:
-        """Finish the updates of the last step, with that of the embedding if no forward pass came in between. Then count this step, and
+        """Finish the updates of the last step; the embedding's is pending if no forward pass came in between. Then count this step, and
         issue the updates of all units.
         """
         self._engine.updates.finish()
@@ -242,14 +242,14 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._engine.issue_update(update)
 
     def _finish_step(self, step: StepUpdate) -> None:
-        """Count a step, whose updates may still be running, or are about to be issued."""
+        """Count a step, also in the state of its parameters. Its updates may still be running, or are about to be issued."""
         for param in step.stepped:
             self._steps[param] += 1
         if step.stepped:  # torch rejects an empty list
             torch._foreach_add_([self.state[param]["step"] for param in step.stepped], 1.0)
         self._step += 1
         self._skipped.reset()
-        self._current = None
+        self._step_in_backward = None
 
     # The interface for updates in a backward pass (`engine.host.updates.UnitOptimizer`)
 
@@ -261,22 +261,22 @@ class SlabOptimizer(torch.optim.Optimizer):
                 "each backward, and put all rows of a step into one forward, "
                 "or several batches into horizon_lm.run_together"
             )
-        self._current = self._new_step(clip=1.0)
+        self._step_in_backward = self._new_step(clip=1.0)
 
     @property
     def pending(self) -> bool:
         """True from the begin of a backward pass with updates until `step`."""
-        return self._current is not None
+        return self._step_in_backward is not None
 
     def moves(self, slab: Slab, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
         """Return the update of these parameters of a slab, whose gradients will be in ``grads``."""
-        assert self._current is not None
-        return self._updates.of_slab(self._current, slab, names, grads)
+        assert self._step_in_backward is not None
+        return self._updates.of_slab(self._step_in_backward, slab, names, grads)
 
     def table(self, grads: TableGrads) -> TableRows | None:
         """Return the update of the embedding with these gradients, or None if it is not trained."""
-        assert self._current is not None
-        return self._updates.of_table(self._current, grads)
+        assert self._step_in_backward is not None
+        return self._updates.of_table(self._step_in_backward, grads)
 
     # Parameter groups and state
 
@@ -316,11 +316,11 @@ class SlabOptimizer(torch.optim.Optimizer):
     def scalars(self) -> dict[str, Any]:
         """Return the state beside the moments as plain data: steps, settings of groups, the seed and skipped steps.
 
-        It is that of the steps that were issued, whose updates may still be running.
+        It covers all steps that were issued, although their updates may still be running.
         """
         groups = []
         for group in self.param_groups:
-            settings = {name: plain(value) for name, value in group.items() if name != "params"}
+            settings = {name: as_plain_data(value) for name, value in group.items() if name != "params"}
             groups.append({**settings, "params": [self._names[id(param)] for param in group["params"]]})
         return {
             "step": self._step,
@@ -333,7 +333,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         }
 
     def load_settings(self, scalars: Mapping[str, Any]) -> None:
-        """Take over the settings of groups from what `scalars` has returned, and `load_scalars` has checked."""
+        """Take over the settings of groups from the return value of `scalars`, which `load_scalars` has checked."""
         for group, saved in zip(self.param_groups, scalars["groups"], strict=True):
             settings = {name: value for name, value in saved.items() if name != "params"}
             group.update({name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
@@ -374,7 +374,7 @@ class SlabOptimizer(torch.optim.Optimizer):
             ConfigError: if a part of the state does not fit; nothing was changed.
         """
         own = self.state_dict()
-        self._engine.access.hand_out_weight()  # a checkpoint that is being written holds the moments of before
+        self._engine.access.hand_out_weight()  # a checkpoint that is being written must get the moments of before
         saved = check_state(state_dict, own, self._moments.kind, self.rule, tuple(self.defaults))
         saved.copy_into(own["state"])
         self._steps = {param: int(state["step"]) for param, state in self.state.items()}

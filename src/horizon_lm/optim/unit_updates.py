@@ -60,7 +60,7 @@ class UnitUpdates:
                     continue
                 compiled.add(variant)
                 compile_kernels(arrays, rule, settings, is_table)
-                # A device has gradients in the dtype of its weights, and in fp32 if it sums several.
+                # Gradients land in the dtype of the weights, or in fp32 if several were summed on the device.
                 sources = {"float32", "float32" if arrays.weight_format == "float32" else "bfloat16"}
                 compile_landing(arrays.grad_format, sources, is_table)
 
@@ -78,14 +78,14 @@ class UnitUpdates:
             for unit in order
         }
         moves = {
-            unit: chained([self._pieces(self.arrays[slab], slab, last_parts(found)) for slab, found in of_unit.items()])
-            for unit, of_unit in spans.items()
+            unit: chained([self._pieces(self.arrays[slab], slab, last_parts(some)) for slab, some in by_slab.items()])
+            for unit, by_slab in spans.items()
         }
         on_device = {
             unit: self._on_device(slab, first)
-            for unit, of_unit in spans.items()
-            for slab, found in of_unit.items()
-            if (first := first_parts(found))
+            for unit, by_slab in spans.items()
+            for slab, some in by_slab.items()
+            if (first := first_parts(some))
         }
         table = None
         if present[EMBED]:
@@ -107,12 +107,12 @@ class UnitUpdates:
         return TableRows(self.arrays[slab], grads, spans[0], record, self._guard(slab))
 
     def _spans(self, step: StepUpdate, slab: Slab, names: Iterable[str]) -> list[UpdateSpan]:
-        """Return the spans of a slab, of parameters that are updated alike. Parameters of other slabs are left out."""
+        """Return the spans of those parameters that lie in a slab; each span is updated alike."""
         params = {name: self._engine.refs[name].param for name in names if name in slab.layout}
         return step.spans(slab.name, self.arrays[slab], params, self._rules)
 
     def _on_device(self, slab: Slab, spans: Sequence[UpdateSpan]) -> DevicePart:
-        """Return the computation on the device of a slab's update, and the part before it on the host: these spans (`first_parts`)."""
+        """Return the part of a slab's update on the device, with the moves of the part before it, for spans of `first_parts`."""
         rule = spans[0].rule
         assert rule.on_device is not None
         moves = self._pieces(self.arrays[slab].of_grads(as_array(slab.grads)), slab, spans)
@@ -121,13 +121,13 @@ class UnitUpdates:
     def _pieces(
         self, arrays: SlabArrays, slab: Slab, spans: Sequence[UpdateSpan], grads: torch.Tensor | None = None
     ) -> Sequence[Move]:
-        """Return the update of some spans of a slab. ``grads`` is this rank's part of its gradients; None for those in the store."""
+        """Return the update of some spans of a slab. ``grads`` is this rank's range of its gradients; None for that range in the store."""
         values = slab.grads[slab.own_grads] if grads is None else grads
         record = self._engine.updates.partial_update.record
         return span_pieces(arrays, spans, as_array(values), record, self._guard(slab))
 
     def _guard(self, slab: Slab) -> Callable[[], bool]:
-        """Return a function that says whether a slab's gradient is finite. It is called when the update runs, after the landing."""
+        """Return a function that returns whether a slab's gradient is finite; each piece of an update calls it, after the landing."""
         if not self._in_backward:  # `step` has checked all gradients
             return lambda: True
         squared_norms = self._engine.grads.squared_norms

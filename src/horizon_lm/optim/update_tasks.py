@@ -38,12 +38,12 @@ def step_scalars(rule: Rule, settings: Mapping[str, Any], step: int, clip: float
         clip: factor on the gradients.
         key: seed of the noise.
     """
-    others = {name: value for name, value in settings.items() if name != "weight_decay"}
+    settings_of_rule = {name: value for name, value in settings.items() if name != "weight_decay"}
     return Scalars(
         clip=np.float32(clip),
         decay=np.float32(1 - settings["lr"] * settings["weight_decay"]),
         key=np.uint32(key),
-        numbers=rule.numbers(step, **others),
+        numbers=rule.numbers(step, **settings_of_rule),
     )
 
 
@@ -67,7 +67,7 @@ class StepUpdate:
         clip: factor on all gradients.
 
     Attributes:
-        stepped: parameters that have been grouped into spans.
+        stepped: parameters that have been grouped into spans, so that they are updated in this step.
     """
 
     def __init__(
@@ -83,27 +83,26 @@ class StepUpdate:
     def spans(
         self, slab: str, arrays: SlabArrays, params: Mapping[str, torch.nn.Parameter], rules: Mapping[str, Rule]
     ) -> list[UpdateSpan]:
-        """Group parameters of a slab, given by its name, into spans, leaving out parameters that the optimizer does not train.
-
-        The others are added to `stepped`.
+        """Group parameters of a slab, given by its name, into spans, and add them to `stepped`. Parameters in no group of the optimizer are
+        left out.
         """
         order = {name: number for number, name in enumerate(arrays.layout)}
         spans: list[tuple[list[str], Rule, Scalars]] = []
-        last: tuple[Any, ...] = ()  # of the last parameter: its place in the slab's order, and what it is updated with
+        previous: tuple[Any, ...] = ()  # the last parameter's place in the slab's order, rule, settings and step
         for name, param in params.items():
             settings = self._settings.get(id(param))
             if settings is None:
                 continue
             rule, step = rules[name], self._steps[param] + 1
-            if rule.on_device is not None:
+            if rule.on_device is not None:  # the numbers of such a rule depend on the shape (`Rule.on_device`)
                 settings = {**settings, "shape": tuple(param.shape)}
-            if arrays.mergeable and last == (order[name] - 1, rule, settings, step):
+            if arrays.mergeable and previous == (order[name] - 1, rule, settings, step):
                 names, _, _ = spans[-1]
                 names.append(name)
             else:
                 key = noise_key(self._seed, self._step, slab)
                 spans.append(([name], rule, step_scalars(rule, settings, step, self._clip, key)))
-            last = order[name], rule, settings, step
+            previous = order[name], rule, settings, step
             self.stepped.append(param)
         return [UpdateSpan(*span) for span in spans]
 
@@ -134,7 +133,7 @@ def compile_kernels(arrays: SlabArrays, rule: Rule, settings: Mapping[str, Any],
         slabs = [each[:0] for each in slabs]
         update_kernel(*arrays.modes(rule))(*slabs, np.uint32(0), scalars)
         if is_table:
-            rows_kernel(*arrays.modes(rule))(*slabs, 1, 0, no_rows, no_rows, scalars)  # width 1, no scales
+            rows_kernel(*arrays.modes(rule))(*slabs, 1, 0, no_rows, no_rows, scalars)  # rows of width 1, without scales
 
     if rule.on_device is None:
         compile_rule(arrays, rule)
@@ -144,9 +143,9 @@ def compile_kernels(arrays: SlabArrays, rule: Rule, settings: Mapping[str, Any],
 
 
 def first_parts(spans: Iterable[UpdateSpan]) -> list[UpdateSpan]:
-    """Return the spans that are updated in parts (`Rule.on_device`), with scalars for the first part, which replaces the gradient.
+    """Return the spans with a part on the device (`Rule.on_device`), with scalars for the part before it.
 
-    The gradient takes the place of the weight (`SlabArrays.of_grads`). A decay of 0 removes it, so that only the result is left there.
+    That part writes its result over the gradient, which takes the place of the weight (`SlabArrays.of_grads`); a decay of 0 removes it.
     """
 
     def without_weight(scalars: Scalars) -> Scalars:
@@ -156,7 +155,7 @@ def first_parts(spans: Iterable[UpdateSpan]) -> list[UpdateSpan]:
 
 
 def last_parts(spans: Iterable[UpdateSpan]) -> list[UpdateSpan]:
-    """Return all spans with the rules by which weights are updated: for a span with a part on the device, the rule of its last part."""
+    """Return all spans with the rule and scalars that update the weights. A span with a part on the device gets the rule after it."""
 
     def after(span: UpdateSpan) -> UpdateSpan:
         assert span.rule.on_device is not None
@@ -173,7 +172,7 @@ Guard = Callable[[], bool]
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """A piece of an update as a move. `Pieces` records which pieces are done, as an interrupted pass may issue one again."""
+    """A piece of an update as a move. `Pieces` records which pieces are done, because an interrupted pass may issue a piece again."""
 
     pieces: "Pieces"
     number: int
@@ -233,31 +232,31 @@ def span_pieces(arrays: SlabArrays, spans: Sequence[UpdateSpan], grads: Any, rec
 
     The padding between parameters is also updated: zeros stay zeros.
     """
-    placed = [_Placed.of(arrays, span) for span in spans]
-    sizes = [piece_elements(each.numel) for each in placed]  # of the pieces of each span
-    # The number of the first piece of each span, and the number of all pieces.
-    firsts = [0, *accumulate(-(-each.numel // size) for each, size in zip(placed, sizes, strict=True))]
+    own_parts = [_OwnPart.of(arrays, span) for span in spans]
+    sizes = [piece_elements(each.numel) for each in own_parts]  # of the pieces of each span
+    # The number of the first piece of each span, and at the end the number of all pieces.
+    firsts = [0, *accumulate(-(-each.numel // size) for each, size in zip(own_parts, sizes, strict=True))]
 
     def update(number: int) -> None:
         """Update the piece with a number."""
-        index = bisect_right(firsts, number) - 1  # of its span
-        placed[index].update(grads, (number - firsts[index]) * sizes[index], sizes[index])
+        part = bisect_right(firsts, number) - 1  # of its span
+        own_parts[part].update(grads, (number - firsts[part]) * sizes[part], sizes[part])
 
     return Pieces(firsts[-1], update, record, guard)
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _OwnPart:
     """A span in its slab, and the part of it that this rank owns.
 
-    The span is the range of the slab from its first parameter to the end of its last. Another rank may own the beginning or the end of it;
-    the part is what lies in this rank's range of the slab.
+    The span reaches from the begin of its first parameter to the end of its last. Other ranks may own its begin or its end; the part is
+    what lies in this rank's range of the slab.
 
     Attributes:
         arrays, span: the slab, and the span.
-        before: elements of the span before the part.
-        numel: elements of the part.
-        kernel, moments: those of the rule of the span.
+        before: number of elements of the span before the part.
+        numel: number of elements of the part.
+        kernel, moments: the kernel that updates by the span's rule, and the moments of that rule.
     """
 
     arrays: SlabArrays
@@ -268,7 +267,7 @@ class _Placed:
     moments: Sequence[MomentArrays]
 
     @classmethod
-    def of(cls, arrays: SlabArrays, span: UpdateSpan) -> "_Placed":
+    def of(cls, arrays: SlabArrays, span: UpdateSpan) -> "_OwnPart":
         """Find the part of a span that this rank owns."""
         first, last = (arrays.layout.entries[span.names[i]] for i in (0, -1))
         own = overlap(slice(first.offset, last.offset + last.numel), arrays.own)
@@ -277,7 +276,7 @@ class _Placed:
 
     def update(self, grads: Any, offset: int, size: int) -> None:
         """Update at most ``size`` elements of the part, from ``offset`` on. ``grads`` is this rank's range of a slab of gradients."""
-        arrays, name = self.arrays, self.span.names[0]  # with which the span begins in each slab
+        arrays, name = self.arrays, self.span.names[0]  # the parameter with which the span begins, in each slab
         size, start_in_span = min(size, self.numel - offset), self.before + offset
 
         def elements_of(layout: SlabLayout, slab: Any) -> Any:
@@ -291,7 +290,7 @@ class _Placed:
             """Return the scales of these elements of an 8-bit moment; none of another."""
             if not moment.scale_starts:
                 return moment.scales[:0]
-            start = moment.scale_starts[name] + start_in_span // BLOCK  # other ranks own a multiple of a block
+            start = moment.scale_starts[name] + start_in_span // BLOCK  # ranges and pieces begin at blocks
             return moment.scales[start : start - (-size // BLOCK)]
 
         start_in_grads = arrays.grad_layout.entries[name].offset + start_in_span - arrays.own_grads.start
@@ -317,9 +316,9 @@ class TableRows:
         self._kernel = rows_kernel(*arrays.modes(span.rule))
         self._grads = as_array(grads.grads).reshape(-1)
         self._done = np.zeros(self._num_rows, dtype=bool)
-        self._grad_rows = np.arange(self._num_rows)  # for each row of the table, that of its gradient
+        self._grad_rows = np.arange(self._num_rows)  # for each row of the table, the row of its gradient in ``grads``
         if grads.rows is not None:
-            self._grad_rows[:] = grads.rows.numel()  # the row of zeros
+            self._grad_rows[:] = grads.rows.numel()  # a row of zeros follows the gradients of rows that were read
             self._grad_rows[grads.rows.numpy()] = np.arange(grads.rows.numel())
 
     def rows(self, rows: torch.Tensor) -> Sequence[Move]:
