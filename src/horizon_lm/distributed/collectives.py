@@ -30,12 +30,12 @@ class Group:
         group: the process group.
         ranks: its ranks in the world, in order.
         rank: the rank of this process in the world.
-        of_machine: number of ranks of each machine, which follow each other; None if they are all on one, or each on another.
+        of_machine: number of ranks of each machine, which follow each other; None if all are on one machine, or each on its own.
     """
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, of_machine: int | None = None) -> None:
         self._group, self._ranks, self._index = group, list(ranks), list(ranks).index(rank)
-        self._of_machine = of_machine or len(self._ranks)
+        self._ranks_per_machine = of_machine or len(self._ranks)
         self._scratch: dict[str, torch.Tensor] = {}
 
     @property
@@ -49,7 +49,7 @@ class Group:
 
     def growth_bytes(self, largest: int) -> int:
         """Return the device memory that sums may still take, if the largest buffer of gradients has ``largest`` bytes."""
-        needed = sum_buffers(self.size, self._of_machine, min(largest, COLLECTIVE_BYTES))
+        needed = sum_buffers(self.size, self._ranks_per_machine, min(largest, COLLECTIVE_BYTES))
         taken = {use: each.numel() * each.element_size() for use, each in self._scratch.items()}
         return sum(max(0, num_bytes - taken.get(use, 0)) for use, num_bytes in needed.items())
 
@@ -57,11 +57,11 @@ class Group:
         """Run each collective once, with messages as large as those of a step, and allocate the memory of sums."""
         if self.size == 1:
             return
-        chunk = COLLECTIVE_BYTES // (2 * self.size)
-        buffer = torch.zeros(self.size * chunk, dtype=torch.bfloat16, device=device)
-        cuts = [rank * chunk for rank in range(self.size + 1)]
+        length_each = COLLECTIVE_BYTES // (2 * self.size)
+        buffer = torch.zeros(self.size * length_each, dtype=torch.bfloat16, device=device)
+        cuts = [rank * length_each for rank in range(self.size + 1)]
         self.gather(buffer, cuts)
-        self.gather(buffer[:-1], [*cuts[:-1], cuts[-1] - 1])
+        self.gather(buffer[:-1], [*cuts[:-1], cuts[-1] - 1])  # unequal ranges, which are sent one by one
         self.sum(buffer, cuts)
 
     def gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
@@ -73,13 +73,13 @@ class Group:
         """
         if not len(buffer):
             return
-        chunk = cuts[1] - cuts[0]
-        if len(buffer) == chunk * self.size and list(cuts) == [chunk * rank for rank in range(self.size + 1)]:
+        first = cuts[1] - cuts[0]  # the length of the first range
+        if len(buffer) == first * self.size and list(cuts) == [first * rank for rank in range(self.size + 1)]:
             with noticing_lost_ranks():
-                _gather_equal(buffer, buffer[self._own(cuts)], group=self._group)
+                _gather_equal(buffer, buffer[self._own_range(cuts)], group=self._group)
             return
         # A collective needs ranges of equal length: others are sent one by one.
-        own = buffer[self._own(cuts)]
+        own = buffer[self._own_range(cuts)]
         self._exchange(
             sent={rank: [own] for rank in range(self.size)},
             received={rank: [buffer[part]] for rank, part in enumerate(between(cuts))},
@@ -88,7 +88,7 @@ class Group:
     @property
     def num_machines(self) -> int:
         """The number of machines, if each has several of the ranks; 1 otherwise."""
-        return self.size // self._of_machine
+        return self.size // self._ranks_per_machine
 
     def sum(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
         """Replace this rank's range of a buffer by the sum of that range over all ranks. The other ranges are used up.
@@ -115,67 +115,67 @@ class Group:
 
         def parts_at(place: int) -> list[torch.Tensor]:
             """Return the spans whose owners have this place in their machines: one for each machine."""
-            return [buffer[span] for span in spans[place :: self._of_machine]]
+            return [buffer[span] for span in spans[place :: self._ranks_per_machine]]
 
-        machine, own_place = divmod(self._index, self._of_machine)
-        first_neighbour = machine * self._of_machine
+        machine, own_place = divmod(self._index, self._ranks_per_machine)
+        first_neighbour = machine * self._ranks_per_machine
         own = parts_at(own_place)
         lengths = [len(part) for part in own]
         shape = (sum(lengths), *buffer.shape[1:])
-        received = self._take("received", buffer.dtype, (self._of_machine, *shape), buffer.device)
-        places = range(self._of_machine)
+        received = self._take_scratch("received", buffer.dtype, (self._ranks_per_machine, *shape), buffer.device)
+        places = range(self._ranks_per_machine)
         self._exchange(
             sent={first_neighbour + place: parts_at(place) for place in places},
             received={first_neighbour + place: received[place].split(lengths) for place in places},
         )
         for part, slot in zip(own, received[own_place].split(lengths), strict=True):
             slot.copy_(part)
-        total = self._take("total", torch.float32, shape, buffer.device)
+        total = self._take_scratch("total", torch.float32, shape, buffer.device)
         if machine == 0:
             total.copy_(received[0])
         else:
-            self._exchange(sent={}, received={self._index - self._of_machine: [total]})
+            self._exchange(sent={}, received={self._index - self._ranks_per_machine: [total]})
             total.add_(received[0])
         for place in places[1:]:
             total.add_(received[place])
         if machine < self.num_machines - 1:
-            self._exchange(sent={self._index + self._of_machine: [total]}, received={})
+            self._exchange(sent={self._index + self._ranks_per_machine: [total]}, received={})
             return
         for part, part_of_total in zip(own, total.split(lengths), strict=True):
             part.copy_(part_of_total)
 
     def _send_sums_home(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
         """Send sums from the last machine to their owners on the others."""
-        machine, place = divmod(self._index, self._of_machine)
-        source = self.size - self._of_machine + place  # the rank on the last machine that has these sums
+        machine, place = divmod(self._index, self._ranks_per_machine)
+        source = self.size - self._ranks_per_machine + place  # the rank on the last machine that has these sums
         ranges = [buffer[part] for part in between(cuts)]
         if machine < self.num_machines - 1:
             self._exchange(sent={}, received={source: [ranges[self._index]]})
         elif self.num_machines > 1:
-            owners = range(place, source, self._of_machine)
+            owners = range(place, source, self._ranks_per_machine)
             self._exchange(sent={rank: [ranges[rank]] for rank in owners}, received={})
 
     def received_by_sum(self, own: int, row: int, itemsize: int) -> int:
-        """Return the bytes that this rank receives for a sum.
+        """Return the bytes that this rank receives in `sum`.
 
         Args:
             own: elements, or rows, of each range.
             row: elements of a row; 1 for elements.
             itemsize: bytes of an element.
         """
-        machine = self._index // self._of_machine
+        machine = self._index // self._ranks_per_machine
         # For each element of a range: parts of neighbours, float32 sums of the machines before, and the finished sum.
-        of_neighbours = (self._of_machine - 1) * self.num_machines * itemsize
+        of_neighbours = (self._ranks_per_machine - 1) * self.num_machines * itemsize
         partial_sums = 4 * self.num_machines if machine else 0
         finished = itemsize if machine < self.num_machines - 1 else 0
         return own * row * (of_neighbours + partial_sums + finished)
 
-    def _own(self, cuts: Sequence[int]) -> slice:
+    def _own_range(self, cuts: Sequence[int]) -> slice:
         """Return this rank's range."""
         return between(cuts)[self._index]
 
-    def _take(self, use: str, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return scratch memory for a use, which is kept and grows. Only the stream of this group uses it."""
+    def _take_scratch(self, use: str, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return the scratch memory of a use, which is kept from call to call and grows. Only the stream of this group uses it."""
         numel = math.prod(shape)
         kept = self._scratch.get(use)
         if kept is None or kept.numel() * kept.element_size() < numel * dtype.itemsize:
@@ -185,7 +185,7 @@ class Group:
     def _exchange(
         self, sent: Mapping[int, Sequence[torch.Tensor]], received: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
-        """Send parts to other ranks, and receive parts from them, both by their places in the group. Empty parts are not sent."""
+        """Send parts to other ranks and receive parts from them, both by place in the group. This rank's and empty parts are left out."""
         operations = [
             dist.P2POp(direction, part, self._ranks[place], self._group)
             for direction, parts in ((dist.isend, sent), (dist.irecv, received))
@@ -244,7 +244,7 @@ class Reduce:
         shard, replicate = self.groups.shard, self.groups.replicate
         own, bytes_each = self.cuts[shard.index + 1] - self.cuts[shard.index], _bytes_each(self.buffer)
         itemsize = self.buffer.element_size()
-        # Between the copies, a rank's range is summed in parts and gathered, so it receives all parts but its own twice.
+        # The copies sum a rank's range in parts and gather it again, so the rank receives all parts but its own twice.
         over_copies = 0 if replicate is None else round(2 * own * (replicate.size - 1) / replicate.size) * bytes_each
         return shard.received_by_sum(own, bytes_each // itemsize, itemsize) + over_copies
 

@@ -34,6 +34,7 @@ def divide_cores(rank: int, exchange: Callable[[str, Any], list[Any]], device: t
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     here = socket.gethostname()
     everyone = exchange("the cores of a rank", [here, sorted(allowed), sorted(cores_near(device))])
+    # The allowed and the near cores of each rank of this machine.
     of_machine = {other: cores for other, (host, *cores) in enumerate(everyone) if host == here}
     cores_of_ranks = keep_near(
         [set(allowed_there) for allowed_there, _ in of_machine.values()], [set(near) for _, near in of_machine.values()]
@@ -46,7 +47,7 @@ def divide_cores(rank: int, exchange: Callable[[str, Any], list[Any]], device: t
 
 
 def keep_near(allowed: Sequence[set[int]], near: Sequence[set[int]]) -> list[set[int]]:
-    """Return the cores of each rank of a machine: those near its device. If a rank had none then, or a core no rank, all that are allowed.
+    """Return the cores of each rank of a machine: the allowed ones near its device or, if that left a rank or a core unused, all allowed.
 
     Args:
         allowed: the cores that each rank may use.

@@ -1,4 +1,4 @@
-"""Tell a rank that is gone from other faults of a collective."""
+"""Distinguish the loss of another rank from other faults of a collective."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,16 +7,13 @@ import torch.distributed as dist
 
 from horizon_lm.errors import HorizonError, RankLostError
 
+# Parts of the messages of torch, gloo and NCCL by which such a failure is recognised.
 _SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL")
 
 
 @contextmanager
 def noticing_lost_ranks() -> Iterator[None]:
-    """Context manager of collectives.
-
-    Raises:
-        RankLostError: a collective has failed, because another rank is gone.
-    """
+    """Context manager: run collectives, and raise RankLostError in place of the error of one that fails because another rank is gone."""
     try:
         yield
     except HorizonError:

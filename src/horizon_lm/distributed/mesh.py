@@ -108,18 +108,18 @@ class ProcessMesh(Mesh):
             )
         self.progress, self.place = 0, "the start"
         self.shard = Shard(self.rank % shard, shard)
-        # Every process must create all groups, also those that it is not in: the ranks of each copy, and the ranks with each range.
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        of_machine = local if shard > local and shard % local == 0 else None  # if a copy of the model spans machines
-        of_copies = [list(range(first, first + shard)) for first in range(0, self.size, shard)]
-        of_ranges = [list(range(first, self.size, shard)) for first in range(shard)] if replicate > 1 else []
-        self.gather = self._group_of(of_copies, of_machine)
-        self.reduce = ReduceGroups(self.gather, self._group_of(of_ranges) if of_ranges else None)
+        # Every process must create all groups, also those that it is not in.
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        spans_machines = shard > local_size and shard % local_size == 0  # a copy of the model does
+        ranks_of_copies = [list(range(first, first + shard)) for first in range(0, self.size, shard)]
+        ranks_of_ranges = [list(range(first, self.size, shard)) for first in range(shard)] if replicate > 1 else []
+        self.gather = self._group_of(ranks_of_copies, local_size if spans_machines else None)
+        self.reduce = ReduceGroups(self.gather, self._group_of(ranks_of_ranges) if ranks_of_ranges else None)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
         divide_cores(self.rank, self.exchange, self._device)
 
     def _group_of(self, partition: Iterable[Sequence[int]], of_machine: int | None = None) -> Group:
-        """Create a group for each part of a partition of the ranks, and return the one that this rank is in."""
+        """Create a process group for each part of a partition of the ranks, and return the group that this rank is in."""
         backend = BACKENDS[self._device.type]
         groups = [(ranks, dist.new_group(list(ranks), self._timeout, backend)) for ranks in partition]
         own_ranks, own_group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
@@ -159,7 +159,7 @@ class ProcessMesh(Mesh):
             dist.broadcast(tensor, source, group=self.control)
 
     def broadcast_text(self, text: str) -> str:
-        # With one more byte, because `frombuffer` takes no empty buffer.
+        # A zero byte is added, and cut off at the end, because `frombuffer` takes no empty buffer.
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
         self.broadcast(size, 0)
@@ -186,10 +186,10 @@ class ProcessMesh(Mesh):
         """
         self.progress, self.place = self.progress + 1, place
         name = place.encode()
-        size = torch.tensor([len(name), len(data)])
+        own_sizes = torch.tensor([len(name), len(data)])
         sizes = torch.empty((self.size, 2), dtype=torch.int64)
         with noticing_lost_ranks():
-            dist.all_gather(list(sizes), size, group=self.control)
+            dist.all_gather(list(sizes), own_sizes, group=self.control)
             longest = int(sizes.sum(1).max())
             own = torch.frombuffer(bytearray(name + data + bytes(longest - len(name) - len(data))), dtype=torch.uint8)
             parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
@@ -200,7 +200,7 @@ class ProcessMesh(Mesh):
         return [message[name_length : name_length + length] for message, (name_length, length) in messages]
 
     def _require_equal(self, places: Sequence[str]) -> None:
-        """Raise DisagreementError unless all ranks are at the same place."""
+        """Raise DisagreementError unless the places of all ranks are equal."""
         other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
         if other is not None:
             raise DisagreementError(
@@ -242,7 +242,7 @@ def find_mesh(device_mesh: Any = None, device: torch.device | None = None) -> Me
     """
     if isinstance(device_mesh, ProcessMesh):
         return device_mesh
-    if isinstance(device_mesh, Mesh):  # the mesh of a single process, which may have joined other processes since
+    if isinstance(device_mesh, Mesh):  # `ALONE`: the process may have joined others since, so their mesh is looked for
         device_mesh = None
     if not (dist.is_available() and dist.is_initialized()):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:

@@ -1,7 +1,7 @@
 """Notice a rank that dies, fails or hangs, and end the others with its name.
 
-Collectives do not: a rank that waits for one that is gone waits for half an hour, and then knows neither which one nor why.
-So each rank tells the others every second that it is alive, and how far it is, through a key-value store of the first rank.
+Collectives do not notice it: a rank waits half an hour for one that is gone, and then reports neither which one nor why. So each
+rank reports every second that it is alive, and how far it is, through a key-value store of the first rank.
 """
 
 import json
@@ -82,7 +82,7 @@ class Monitor:
                 self._store.set(_FAILED, f"rank {self._mesh.rank} has failed: {failure}")
             is_reported = bool(failure) and self._first_fails_alike(failure)
             self._store.set(f"done/{self._mesh.rank}", "1")
-        if self._mesh.rank == 0:  # the store is this process's: let the others read it
+        if self._mesh.rank == 0:  # this process keeps the store, so it waits until the others have read it
             limit = time.monotonic() + _END_SECONDS
             while time.monotonic() < limit and not self._all_done():
                 time.sleep(0.05)
@@ -111,7 +111,7 @@ class Monitor:
         return False
 
     def _run(self) -> None:
-        """Send beats and look at those of the others until a rank ends; then end this process if the training does not end by itself."""
+        """Send a beat every second, and read the beats of other ranks, until one ends; then end this process, unless it ends by itself."""
         beats = 0
         while not self._stopped.wait(_BEAT_SECONDS):
             beats += 1
@@ -136,10 +136,10 @@ class Monitor:
 
     def _find_lost(self) -> str:
         """Read the beats of the other ranks, and return a message about one that is dead or hangs; empty if all are well."""
-        now, progress = time.monotonic(), {}
+        now, progress_of_ranks = time.monotonic(), {}
         for rank in range(self._mesh.size):
             if rank == self._mesh.rank:
-                progress[rank] = (self._mesh.progress, self._mesh.place)
+                progress_of_ranks[rank] = (self._mesh.progress, self._mesh.place)
                 continue
             if self._store.check([f"done/{rank}"]):
                 continue
@@ -152,9 +152,9 @@ class Monitor:
                 return f"rank {rank} has died: it has not answered for {_SILENT_SECONDS:.0f} s"
             if beat:
                 _, count, place = json.loads(beat)
-                progress[rank] = count, place
-        is_watching = self.watches_progress and len(progress) == self._mesh.size
-        return self._progress.find_hanging(progress if is_watching else {}, now)
+                progress_of_ranks[rank] = count, place
+        is_watching = self.watches_progress and len(progress_of_ranks) == self._mesh.size
+        return self._progress.find_hanging(progress_of_ranks if is_watching else {}, now)
 
 
 class Progress:
@@ -166,13 +166,13 @@ class Progress:
 
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
-        self._last: dict[int, tuple[int, float]] = {}  # of each rank: its number, and since when it is behind with that
+        self._last: dict[int, tuple[int, float]] = {}  # by rank: agreements, and since when it is behind with these
 
     def find_hanging(self, progress: Mapping[int, tuple[int, str]], now: float) -> str:
         """Return a message about a rank that hangs; empty without one.
 
-        A rank hangs if it is behind the others and its number does not change. A rank whose number changes does not hang, even if it
-        is behind at every call: what is known of other ranks is older than what a rank knows of itself.
+        A rank hangs if it is behind the others and its number of agreements does not change. A rank whose number changes may be behind
+        at every call: the numbers of other ranks arrive later than this rank's own.
 
         Args:
             progress: the number of agreements that each rank has reached, and the place of the last one; empty while ranks are not

@@ -20,7 +20,7 @@ _ATTEMPT_SECONDS = 5.0
 _LINGER_SECONDS = 60.0  # for the others to start, and to see that this process has failed; the store may end with it
 _SAME_ERROR_SECONDS = 3.0  # for the first rank to fail in the same way
 _POLL_SECONDS = 0.1
-_LAST_SECONDS = 0.5  # before a process ends, and perhaps the store with it: others look once in a while
+_LAST_SECONDS = 0.5  # before a process ends, and perhaps the store with it: time for others to read it
 
 
 def init_process_group(backend: str) -> None:
@@ -32,7 +32,7 @@ def init_process_group(backend: str) -> None:
     Raises:
         DistError: not all processes have joined in time.
     """
-    store = _store()
+    store = _store_of_start()
     if store is None:
         dist.init_process_group(backend)
         return
@@ -42,7 +42,7 @@ def init_process_group(backend: str) -> None:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Context manager of what each process does before it joins the others: a process that fails ends them, too.
+    """Context manager: do what comes before a process joins the others. If it fails, the failure is announced and ends the others, too.
 
     The first process of each machine reports its error, and the others theirs, unless it is the same
     (`HorizonError.is_reported`).
@@ -51,7 +51,7 @@ def failing_together() -> Iterator[None]:
         yield
     except HorizonError as error:
         with suppress(dist.DistError):  # a store that is gone
-            if store := _store():
+            if store := _store_of_start():
                 if is_first_of_machine():  # at once, because torchrun may end this process as soon as others know
                     with suppress(OSError, ValueError):
                         print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
@@ -72,8 +72,8 @@ def wait_for_others() -> None:
         ConfigError: one of them has failed before, cannot be reached, or has not started in time.
     """
     try:
-        if store := _store():
-            _wait(store)
+        if store := _store_of_start():
+            _wait_for_all(store)
     except dist.DistError as error:
         raise ConfigError(
             f"the first process cannot be reached at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; it has probably "
@@ -81,12 +81,12 @@ def wait_for_others() -> None:
         ) from error
 
 
-def _wait(store: dist.TCPStore) -> None:
+def _wait_for_all(store: dist.TCPStore) -> None:
     """Wait until all processes of the run have started; raise ConfigError if one has failed, or some are missing."""
     world, limit = int(os.environ["WORLD_SIZE"]), time.monotonic() + _SECONDS
     store.add("joining", 1)
     while True:
-        # To add 0 reads the number. It is read before the failure, because a process that fails announces that before it is counted.
+        # Adding 0 reads the number. It is read before "failed", because a failing process writes that before it is counted.
         started = store.add("joining", 0)
         if store.check(["failed"]):
             rank, _, text = store.get("failed").decode().partition(" ")
@@ -102,7 +102,7 @@ def _wait(store: dist.TCPStore) -> None:
 def _announce(store: dist.TCPStore, text: str) -> bool:
     """Announce that this process has failed, and return whether the first process reports the same error.
 
-    It waits until all processes have started, so that they see the failure, and then for the error of the first process.
+    Wait until all processes have started, so that they see the failure, and then a moment for the error of the first process.
     """
     rank, begun = os.environ["RANK"], time.monotonic()
     store.set(f"failed/{rank}", text)
@@ -119,14 +119,14 @@ def _announce(store: dist.TCPStore, text: str) -> bool:
     return False
 
 
-def _store() -> dist.TCPStore | None:
+def _store_of_start() -> dist.TCPStore | None:
     """Return the key-value store of this start of the processes, which the first process keeps; None for a single process."""
     if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() or os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     address, port, is_first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _new_store(address, port, is_first)
-    return _open(address, port, is_first, _SECONDS)
+    return _open_store(address, port, is_first, _SECONDS)
 
 
 @cache
@@ -135,21 +135,21 @@ def _new_store(address: str, port: int, is_first: bool) -> dist.TCPStore:
 
     torchrun keeps one store for all restarts (pytorch issue 135712), in which the addresses of dead processes would be found.
     """
-    common, limit = _open(address, port, False, _CONNECT_SECONDS), time.monotonic() + _SECONDS
+    common, limit = _open_store(address, port, False, _CONNECT_SECONDS), time.monotonic() + _SECONDS
     if is_first:
-        store = _open(address, 0, True, _SECONDS)
+        store = _open_store(address, 0, True, _SECONDS)
         common.set(_PORT, str(store.port))
         return store
     while True:
         try:
-            return _open(address, int(common.get(_PORT)), False, _ATTEMPT_SECONDS)
+            return _open_store(address, int(common.get(_PORT)), False, _ATTEMPT_SECONDS)
         except dist.DistError:  # the port of a process that has ended
             if time.monotonic() > limit:
                 raise
 
 
 @cache
-def _open(address: str, port: int, is_server: bool, seconds: float) -> dist.TCPStore:
+def _open_store(address: str, port: int, is_server: bool, seconds: float) -> dist.TCPStore:
     """Create the store in this process if it is the server, else connect to it within some seconds. Return the store."""
     store = dist.TCPStore(
         address,

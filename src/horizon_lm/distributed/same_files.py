@@ -30,15 +30,15 @@ class SeenFiles:
     """
 
     def __init__(self, mesh: Mesh, folder: Path, names: Iterable[str]) -> None:
-        own: tuple[str, dict[str, tuple[int, ...]]] = "", {}
+        seen_here: tuple[str, dict[str, tuple[int, ...]]] = "", {}
         with fail_together(mesh, "the search for files"):
-            own = _seen(folder, names)
-        seen: list[Any] = mesh.exchange("the identity of files", own)  # by rank: its machine, and the files
+            seen_here = _seen(folder, names)
+        seen: list[Any] = mesh.exchange("the identity of files", seen_here)  # by rank: its machine, and the files
         self._files = [files for _, files in seen]
         self._rank, ranks = mesh.rank, range(mesh.size)
         self.readers = [rank for rank in ranks if seen[rank] == seen[0]]
-        other = next((rank for rank in ranks if self._files[rank] != self._files[0]), None)
-        self.other_readers = [] if other is None else [rank for rank in ranks if seen[rank] == seen[other]]
+        first_other = next((rank for rank in ranks if self._files[rank] != self._files[0]), None)
+        self.other_readers = [] if first_other is None else [rank for rank in ranks if seen[rank] == seen[first_other]]
 
     @property
     def are_one(self) -> bool:
@@ -56,7 +56,7 @@ class SeenFiles:
 
 
 def _seen(folder: Path, names: Iterable[str]) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Return a text for the machine and the file systems of the files, and for each file the numbers of `_identity`."""
+    """Return a text that identifies the machine and its file systems with the files, and the numbers of `_identity` of each file."""
     stats = {name: (folder / name).stat() for name in names}
     devices = sorted({stat.st_dev for stat in stats.values()})
     files = {name: _identity(stat) for name, stat in stats.items()}
