@@ -17,7 +17,7 @@ FIELDS = (
 
 
 def _check_path(path: str) -> str:
-    """Accept an existing file or folder, or a name that could be a dataset on the hub."""
+    """Return the path of a file or folder, or a name that could be on the hub; raise ValueError for any other text."""
     if path and exists(path):
         return path
     if not may_be_on_hub(path):
@@ -67,14 +67,14 @@ class DatasetConfig(Settings):
     def _reject_unknown_fields(cls, value: dict[str, str] | None) -> dict[str, str] | None:
         unknown = [name for name in value or {} if name not in FIELDS]
         if unknown:
-            theirs = (value or {})[unknown[0]]
+            theirs = (value or {})[unknown[0]]  # a field that we know, if both names are in the wrong order
             hint = f"; did you mean {{{theirs}: {unknown[0]}}}, the expected name first?" if theirs in FIELDS else ""
             raise ValueError(f"{unknown[0]!r} is not a field of rows; must be one of {', '.join(FIELDS)}{hint}")
         return value
 
     @field_validator("sample_by")
     @classmethod
-    def _sample_text_only(cls, value: str, info: ValidationInfo) -> str:
+    def _reject_sampling_of_other_files(cls, value: str, info: ValidationInfo) -> str:
         file = Path(info.data.get("path", "")).expanduser()
         if value != "line" and file.is_file() and file.suffix != ".txt":
             raise ValueError(f"is for text files, and {file.name} is none; remove it")
@@ -107,18 +107,18 @@ class DatasetConfig(Settings):
 
 
 def _as_entries(value: Any) -> Any:
-    """Return a single path or a single entry as a list of entries."""
+    """Return a path, an entry, or a list of both as a list of entries; raise ValueError for anything else."""
     entries = [value] if isinstance(value, str | dict | DatasetConfig) else value
     if not isinstance(entries, list):
         raise ValueError("must be a path, or a list of paths or of {path, columns, ...}")
     return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
-def _unused_name(name: str, names: Sequence[str]) -> str:
-    """Return a name for an eval set that no other has: this name, if it is not taken, or with a number appended."""
-    if name not in names:
+def _unused_name(name: str, taken: Sequence[str]) -> str:
+    """Return a name for an eval set that is not ``taken``: this one, or this one with a number from 2 on."""
+    if name not in taken:
         return name
-    return next(numbered for i in range(2, 1000) if (numbered := f"{name}_{i}") not in names)
+    return next(numbered for i in range(2, 1000) if (numbered := f"{name}_{i}") not in taken)
 
 
 DatasetList = Annotated[list[DatasetConfig], BeforeValidator(_as_entries), Field(min_length=1)]

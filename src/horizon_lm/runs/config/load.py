@@ -26,7 +26,7 @@ _RENAMED = {  # earlier names of settings
 }
 
 
-_NONE: Mapping[str, Any] = {}
+_NO_CHANGES: Mapping[str, Any] = {}
 Checks = Callable[[RunConfig], Iterable[HorizonError]]  # the errors of what settings name
 
 
@@ -53,11 +53,11 @@ def read_run_config(
     settings, places = _read_file(path) if path is not None else ({}, SettingPlaces("the command line"))
     changes = parse_overrides(overrides)
     places.overridden |= {key: option for option, key, _ in _read_overrides(overrides)}
-    return _validate(_without_unused(settings, changes), changes, places, without_rows, checks)
+    return _validate(_without_overruled(settings, changes), changes, places, without_rows, checks)
 
 
 def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
-    """Return the settings of a run from a `RunConfig`, a mapping or a run file, with changes applied.
+    """Return the settings of a run from a `RunConfig`, a mapping or a run file, with ``changes`` applied.
 
     Raises:
         ConfigError: all invalid settings, as `read_run_config` reports them.
@@ -70,7 +70,7 @@ def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[
         settings = run.model_dump() if isinstance(run, RunConfig) else dict(run)
         places = SettingPlaces("train()")
     places.overridden |= {key: f"train(): {key}" for key in changes or ()}
-    return _validate(_without_unused(settings, changes or {}), changes or {}, places, without_rows=False)
+    return _validate(_without_overruled(settings, changes or {}), changes or {}, places, without_rows=False)
 
 
 def _read_file(path: str) -> tuple[dict[str, Any], SettingPlaces]:
@@ -106,10 +106,10 @@ def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _list_hint(tokens: Sequence[str]) -> str:
-    """Return the hint at how a list is written, for a setting that takes one and is followed by several values; else empty."""
+    """Return the hint at how to write a list, if an option whose setting takes a list is followed by several values; else empty."""
     for index, token in enumerate(tokens):
-        option, *first = token.split("=", 1)
-        values = [*first, *takewhile(lambda each: not each.startswith("--"), tokens[index + 1 :])]
+        option, *after_equals = token.split("=", 1)
+        values = [*after_equals, *takewhile(lambda each: not each.startswith("--"), tokens[index + 1 :])]
         if token.startswith("--") and len(values) > 1 and _takes_list(option.removeprefix("--")):
             return f"; write a list in brackets: {option} '[{', '.join(values)}]'"
     return ""
@@ -124,7 +124,7 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
         ConfigError: a token is not an override, has no value or cannot be read, or a key is repeated.
     """
     settings: dict[str, Any] = {}
-    given: dict[str, str] = {}
+    given: dict[str, str] = {}  # the option by which each setting was given
     for option, key, value in _read_overrides(tokens):
         if key in given:
             names = f"{option} is given twice" if option == given[key] else f"{given[key]} and {option} are both given"
@@ -134,7 +134,7 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_overrides(tokens: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield the option of each override as it is written, its setting and its value. Raise the errors of `parse_overrides`."""
+    """Yield for each override its option as it is written, its setting and its value; raise ConfigError as `parse_overrides` does."""
     rest = list(tokens)
     while rest:
         token = rest.pop(0)
@@ -193,34 +193,37 @@ def _parse_value(key: str, option: str, text: str) -> Any:
 # Overrides
 
 
-def _without_unused(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file without those that only the overrides (``changes``) made unused. Settings that were unused before are
-    mistakes of the file; they are kept, so that validation reports them.
+def _without_overruled(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file without the ones that are used in the file, but not together with ``changes``, the overrides.
+
+    Settings that the file itself does not use are its mistakes; they are kept, so that validation reports them.
     """
     kept = dict(settings)
     if not changes:
         return kept
     if "num_train_epochs" in changes:
-        kept.pop("max_steps", None)  # it would take precedence over the length that is asked for
-    unused_before = _unused(kept)  # errors of the file itself, which must be reported
-    # Repeated, because a setting may be used only together with one that was left out.
-    while unused := _unused(kept, changes).intersection(kept) - changes.keys() - unused_before:
-        kept = {key: value for key, value in kept.items() if key not in unused}
+        kept.pop("max_steps", None)  # it would take precedence over the number of epochs that is asked for
+    unused_before = _unused_names(kept)
+    # Repeated, because a setting may need another one that was just left out.
+    while overruled := _unused_names(kept, changes).intersection(kept) - changes.keys() - unused_before:
+        kept = {key: value for key, value in kept.items() if key not in overruled}
     return kept
 
 
-def _unused(kept: Mapping[str, Any], changes: Mapping[str, Any] = _NONE) -> set[str]:
-    """Return the names of settings, with the changes applied, that validation rejects because a run would not use them."""
-    settings = {**kept, **changes}
+def _unused_names(settings_of_file: Mapping[str, Any], changes: Mapping[str, Any] = _NO_CHANGES) -> set[str]:
+    """Return the names of settings, with ``changes`` applied, that validation rejects because a run would not use them."""
+    settings = {**settings_of_file, **changes}
     try:
-        _schema(settings).model_validate(settings, context=Reading(without_rows=True, places=(kept, changes)))
+        _schema_of(settings).model_validate(
+            settings, context=Reading(without_rows=True, places=(settings_of_file, changes))
+        )
     except ValidationError as error:
-        found = [each for each in error.errors() if isinstance(each.get("ctx", {}).get("error"), UnusedError)]
-        return {str(each["loc"][0]) for each in found}
+        unused = [each for each in error.errors() if isinstance(each.get("ctx", {}).get("error"), UnusedError)]
+        return {str(each["loc"][0]) for each in unused}
     return set()
 
 
-def _schema(settings: Mapping[str, Any]) -> type[RunConfig]:
+def _schema_of(settings: Mapping[str, Any]) -> type[RunConfig]:
     objective = settings.get("objective", "sft")
     return SCHEMAS.get(objective if isinstance(objective, str) else "", SCHEMAS["sft"])
 
@@ -229,31 +232,31 @@ def _schema(settings: Mapping[str, Any]) -> type[RunConfig]:
 
 
 def _validate(
-    kept: Mapping[str, Any], changes: Mapping[str, Any], places: SettingPlaces, without_rows: bool, checks: Checks = _no_checks
+    settings_of_file: Mapping[str, Any], changes: Mapping[str, Any], places: SettingPlaces, without_rows: bool, checks: Checks = _no_checks
 ) -> RunConfig:  # fmt: skip
-    """Return the settings, with the changes applied, as a `RunConfig`; raise an error with all that is wrong, invalid settings first, in
-    the order of the file.
+    """Return the settings, with ``changes`` applied, as a `RunConfig`. Raise one error with all mistakes: invalid settings in the order of
+    the file, then paths that do not exist, then the errors of ``checks``.
     """
-    settings, reading = {**kept, **changes}, Reading(without_rows, (kept, changes))
-    schema, problems, errors = _schema(settings), list[str](), list[HorizonError]()
+    settings, reading = {**settings_of_file, **changes}, Reading(without_rows, (settings_of_file, changes))
+    schema, problems, errors = _schema_of(settings), list[str](), list[HorizonError]()
     try:
         config: RunConfig | None = schema.model_validate(settings, context=reading)
     except ValidationError as error:
         details = _merge_by_setting(error.errors(include_url=False))
         details.sort(key=lambda each: places.position(each["loc"]) or (0, 0))
-        problems += [_message(each, places, schema) for each in details]
+        problems += [_describe_error(each, places, schema) for each in details]
         config = _valid_part(schema, settings, {str(each["loc"][0]) for each in details})
     if config is not None:
         problems += [f"{places.describe(loc)}: {value!r}: {problem}" for loc, value, problem in path_problems(config)]
         errors += checks(config)
     if problems or errors or config is None:
-        raise _all_of(problems, errors)
+        raise _combined_error(problems, errors)
     return config
 
 
 def _valid_part(schema: type[RunConfig], settings: dict[str, Any], invalid: Collection[str]) -> RunConfig | None:
-    """Return the settings without the invalid ones, so that what the others name can be checked, too. Return None if an invalid setting
-    decides what others mean (``objective``, ``gguf_file``), or if the others are invalid without it.
+    """Return the settings without the invalid ones, so that the files that the others name are checked, too. Return None if an invalid
+    setting decides what others mean (``objective``, ``gguf_file``), or if the others are invalid without it.
     """
     if not {"objective", "gguf_file"}.isdisjoint(invalid):
         return None
@@ -264,9 +267,9 @@ def _valid_part(schema: type[RunConfig], settings: dict[str, Any], invalid: Coll
         return None
 
 
-def _all_of(problems: Sequence[str], errors: Sequence[HorizonError]) -> HorizonError:
-    """Return one error with all messages. It has the type of ``errors`` if they share one and there are no ``problems``, which are messages
-    about invalid settings; otherwise it is a ConfigError.
+def _combined_error(problems: Sequence[str], errors: Sequence[HorizonError]) -> HorizonError:
+    """Return one error with all messages: ``problems``, which are about invalid settings, and ``errors``. It has the type that all of them
+    share, and is a ConfigError if they share none; a problem counts as a ConfigError.
     """
     lines = [*problems, *map(str, errors)]
     kinds = {type(each) for each in errors} | ({ConfigError} if problems else set())
@@ -276,41 +279,41 @@ def _all_of(problems: Sequence[str], errors: Sequence[HorizonError]) -> HorizonE
     heading = f"{len(lines)} {'mistakes' if errors else 'invalid settings'}:"
     return kind(
         "\n".join([heading, *(line.replace("\n", "\n  ") for line in lines)])
-    )  # one may be a list of rows itself
+    )  # a message may have several lines itself
 
 
 def _merge_by_setting(details: Sequence[Any]) -> list[Any]:
-    """Return one error per setting. For a union, pydantic reports one error per member, located by the member's type."""
-    found: dict[tuple[int | str, ...], Any] = {}
+    """Return one error per setting, or per setting of an entry of datasets: pydantic reports one for each member of a union type."""
+    merged: dict[tuple[int | str, ...], Any] = {}
     for each in details:
         loc = each["loc"] if each["loc"][0] in ("datasets", "eval_datasets") else each["loc"][:1]
-        if loc in found:
-            more = each["msg"].removeprefix("Input should be ")
-            found[loc] = {**found[loc], "msg": f"{found[loc]['msg']}, or {more}"}
+        if loc in merged:
+            alternative = each["msg"].removeprefix("Input should be ")
+            merged[loc] = {**merged[loc], "msg": f"{merged[loc]['msg']}, or {alternative}"}
         else:
-            found[loc] = {**each, "loc": loc}
-    return list(found.values())
+            merged[loc] = {**each, "loc": loc}
+    return list(merged.values())
 
 
-def _message(details: Any, places: SettingPlaces, schema: type[RunConfig]) -> str:
-    """Format a pydantic error as one line with place, setting, value and remedy."""
+def _describe_error(details: Any, places: SettingPlaces, schema: type[RunConfig]) -> str:
+    """Return one line for an error of pydantic: place, setting, value and remedy."""
     loc = details["loc"]
-    known = schema.model_fields if len(loc) == 1 else DatasetConfig.model_fields
+    fields = schema.model_fields if len(loc) == 1 else DatasetConfig.model_fields
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = message.replace("a valid boolean", "true or false").removesuffix(", unable to interpret input")
     if details["type"] == "missing" or message == "is missing":
-        return f"{places.describe(loc)} is missing. {known[str(loc[-1])].description}"
+        return f"{places.describe(loc)} is missing. {fields[str(loc[-1])].description}"
     if details["type"] == "extra_forbidden":
-        return f"{places.describe(loc)} is not a setting{_suggest(str(loc[-1]), list(known), len(loc) == 1)}"
+        return f"{places.describe(loc)} is not a setting{_suggest(str(loc[-1]), list(fields), len(loc) == 1)}"
     message = message.removeprefix(f"{details['input']!r} ")  # which stands before it anyway
     return f"{places.describe(loc)}: {_shorten(details['input'])}: {message}"
 
 
 def _suggest(key: str, known: list[str], of_run: bool) -> str:
-    """Suggest a replacement for an unknown setting, the surest first; ``of_run`` is False in an entry of ``datasets``.
+    """Return a suggestion for the unknown setting ``key``, from the surest reason on; ``of_run`` is False in an entry of ``datasets``.
 
-    It may be an earlier name of ours, a setting that only other trainers have, their name for a setting of ours, a setting of another
-    objective, one of an entry of ``datasets``, or misspelt.
+    In this order, the key is an earlier name of ours, a setting that only other trainers have, their name for a setting of ours, a setting
+    of another objective, a setting of an entry of ``datasets``, or misspelt.
     """
     if key in _RENAMED:
         return f"; it is now called {_RENAMED[key]}"

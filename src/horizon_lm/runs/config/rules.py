@@ -38,8 +38,8 @@ class Reading:
     places: Sequence[Collection[str]] = ()
 
     def is_meant(self, name: str, others: Collection[str]) -> bool:
-        """Return whether a setting was written on purpose, also with its default value: in a place without any of the ``others``, which
-        decide whether it is used. A file that lists all settings has these, too, and means nothing by its defaults.
+        """Return whether a setting was written on purpose, although its value may be the default: it is in a place without ``others``, the
+        settings that decide whether it is used. A file that lists all settings has these, too, and means nothing by its defaults.
         """
         return any(name in place and not any(other in place for other in others) for place in self.places)
 
@@ -58,35 +58,35 @@ class Needs:
         self.others = {name: wanted if isinstance(wanted, tuple) else (wanted,) for name, wanted in others.items()}
 
     def require(self, given: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> None:
-        """Raise UnusedError unless one of the other settings has such a value.
+        """Raise UnusedError unless one of ``others`` has a wanted value. The rule passes if one of them is invalid, which is another error.
 
         Args:
-            given: values of the earlier settings, without invalid ones, which have errors of their own.
+            given: values of the earlier settings without invalid ones.
             fields: the fields of all settings.
         """
         defaults = {name: fields[name].default for name in self.others}
-        if not self.others.keys() <= given.keys() or self._met_by(given, defaults):
+        if not self.others.keys() <= given.keys() or self._satisfied_by(given, defaults):
             return
-        # Other settings whose defaults suffice, but that have a value now with which this setting is not used.
-        changed = self._met_by(defaults, defaults)
-        found = " and ".join(_described(name, [given[name]]) for name in changed)
-        missing = " or ".join(_described(name, self.others[name]) for name in self.others if name not in changed)
-        if found and missing:
-            raise UnusedError(f"is not used with {found} and without {missing}; change one of them, or remove this")
-        if found:
+        # Settings whose defaults would satisfy the rule: they were changed to a value with which this setting is not used.
+        changed = self._satisfied_by(defaults, defaults)
+        conflicts = " and ".join(_as_written(name, [given[name]]) for name in changed)
+        missing = " or ".join(_as_written(name, self.others[name]) for name in self.others if name not in changed)
+        if conflicts and missing:
+            raise UnusedError(f"is not used with {conflicts} and without {missing}; change one of them, or remove this")
+        if conflicts:
             raise UnusedError(
-                f"is not used with {found}; remove one of the {'two' if len(changed) == 1 else 'settings'}"
+                f"is not used with {conflicts}; remove one of the {'two' if len(changed) == 1 else 'settings'}"
             )
         raise UnusedError(f"is not used without {missing}; set {'it' if len(defaults) == 1 else 'one'}, or remove this")
 
-    def _met_by(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-        """Return the other settings that have a wanted value."""
+    def _satisfied_by(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+        """Return the names in ``others`` that have a wanted value in ``values``."""
         return [name for name, wanted in self.others.items() if _is_wanted(values[name], wanted, defaults[name])]
 
 
 class NeedsEvenByDefault(Needs):
-    """`Needs` of a setting that nobody writes, even with its default value, without wanting what it needs, such as adapters. A run
-    without these would not be the one that was asked for.
+    """`Needs` of a setting, such as the rank of adapters, whose default value is only written by somebody who wants what it needs, such as
+    adapters: a run without them would not be the one that was asked for.
     """
 
 
@@ -95,14 +95,14 @@ def require_use(
 ) -> None:
     """Raise UnusedError if a setting is given without another one that it needs (`Needs.require`).
 
-    A default value is accepted anywhere, unless the rule is `NeedsEvenByDefault`, the default asks for something (it is neither None nor
+    A default value is accepted anywhere, unless the rule is `NeedsEvenByDefault`, the default turns something on (it is neither None nor
     False) and it was written on purpose (`Reading.is_meant`).
     """
     for rule in fields[name].metadata:
         if not isinstance(rule, Needs):
             continue
-        asks = isinstance(rule, NeedsEvenByDefault) and value is not None and value is not False
-        if value != fields[name].default or (asks and reading.is_meant(name, rule.others.keys())):
+        default_counts = isinstance(rule, NeedsEvenByDefault) and value is not None and value is not False
+        if value != fields[name].default or (default_counts and reading.is_meant(name, rule.others.keys())):
             rule.require(given, fields)
 
 
@@ -113,7 +113,7 @@ def _is_wanted(value: Any, wanted: tuple[Any, ...], default: Any) -> bool:
     return any(each in wanted for each in (value if isinstance(value, list) else [value]))
 
 
-def _described(name: str, values: Iterable[Any]) -> str:
-    """Return the name of a setting, and those values that are words, as in a run file."""
+def _as_written(name: str, values: Iterable[Any]) -> str:
+    """Return the name of a setting with the values that are words, as in a run file; numbers and None are left out."""
     words = [str(each).lower() if isinstance(each, bool) else each for each in values if isinstance(each, bool | str)]
     return f"{name}: {' or '.join(words)}" if words else name

@@ -10,15 +10,15 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.runs.config.datasets import DatasetConfig
 from horizon_lm.runs.config.run import RunConfig
 
-Problem = tuple[tuple[int | str, ...], str, str]
+Problem = tuple[tuple[int | str, ...], str, str]  # the place of a setting, its value, and what is wrong with it
 
 
 def path_problems(run: RunConfig) -> Iterator[Problem]:
-    """Yield the place, the value and the problem of each setting whose path does not exist or is of another kind.
+    """Yield a `Problem` for each setting whose path does not exist or is of another kind.
 
-    A name that may be on the hub is no problem. The paths of data sets are checked with their other settings.
+    A name that may be on the hub is no problem. The ``path`` of an entry of ``datasets`` is checked when the entry is validated.
     """
-    yield from _model(run)
+    yield from _model_problems(run)
     for name, value, kind in (
         ("chat_template_path", run.chat_template_path, "file or folder"),
         ("adapter_name_or_path", run.adapter_name_or_path, "folder"),
@@ -30,11 +30,11 @@ def path_problems(run: RunConfig) -> Iterator[Problem]:
         yield ("resume_from_checkpoint",), checkpoint, f"no such folder{near_path(checkpoint)}"
     for setting, entries in (("datasets", run.datasets), ("eval_datasets", run.eval_datasets)):
         for index, entry in enumerate(entries or ()):
-            yield from _parts_of_folder((setting, index), entry)
+            yield from _problems_in_folder((setting, index), entry)
 
 
-def _model(run: RunConfig) -> Iterator[Problem]:
-    """Yield the problem of the model's folder, or of the GGUF file in it."""
+def _model_problems(run: RunConfig) -> Iterator[Problem]:
+    """Yield the problem of the model's folder or, if there is none, of the GGUF file in it."""
     name, file = run.model_name_or_path, run.gguf_file
     if not exists(name):
         if not may_be_on_hub(name.removesuffix(LANGUAGE_MODEL)):
@@ -58,8 +58,8 @@ def _model(run: RunConfig) -> Iterator[Problem]:
             yield ("gguf_file",), file, str(error).removeprefix("gguf_file: ").removeprefix(f"{folder / file} ")
 
 
-def _parts_of_folder(place: tuple[int | str, ...], entry: DatasetConfig) -> Iterator[Problem]:
-    """Yield the problems of the folder and the files that an entry names inside a local folder. Wildcards are looked up later."""
+def _problems_in_folder(place: tuple[int | str, ...], entry: DatasetConfig) -> Iterator[Problem]:
+    """Yield the problems of an entry's ``data_dir`` and ``data_files`` in a local folder. Wildcards are looked up when rows are read."""
     folder = Path(entry.path).expanduser()
     if not folder.is_dir():
         return

@@ -71,18 +71,18 @@ def to_yaml(config: RunConfig) -> str:
     """Render a configuration as YAML that reads back as the same configuration, with each setting under its description."""
     lines = [RUN_CONFIG_HEADER]
     for name, value in config.model_dump().items():
-        lines += ["", f"# {_describe(type(config).model_fields[name])}", _entry(name, value)]
+        lines += ["", f"# {_describe(type(config).model_fields[name])}", _setting_as_yaml(name, value)]
     return "\n".join(lines) + "\n"
 
 
 def groups(schema: type[RunConfig]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the heading of each group of settings and their names, in the order of the schema."""
-    left = list(schema.model_fields)
+    """Yield the heading and the names of each group of settings. A setting is in the first class, from the base on, that declares it."""
+    remaining = list(schema.model_fields)
     for cls in reversed(schema.__mro__):
-        names = [name for name in left if name in inspect.get_annotations(cls)]
+        names = [name for name in remaining if name in inspect.get_annotations(cls)]
         if names and issubclass(cls, Settings):
             yield cls.heading, names
-            left = [name for name in left if name not in names]
+            remaining = [name for name in remaining if name not in names]
 
 
 def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str, full: bool = False) -> str:
@@ -105,7 +105,7 @@ def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str,
         if shown:
             lines += ["", "", f"# --- {title} ---"]
         for name in shown:
-            entry = _entry(name, values[name] if name in values else schema.model_fields[name].default)
+            entry = _setting_as_yaml(name, values[name] if name in values else schema.model_fields[name].default)
             if name not in values:
                 entry = "\n".join(f"# {line}" for line in entry.splitlines())
             lines += ["", f"## {_describe(schema.model_fields[name])}", entry]
@@ -113,7 +113,7 @@ def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str,
 
 
 def describe_settings() -> str:
-    """Return one line per setting with its default: all settings of the first objective, then those that differ in the others."""
+    """Return a line per setting with its default: all of the first objective, then the settings that the other objectives add or change."""
     lines: list[str] = []
     for objective, schema in SCHEMAS.items():
         all_lines = [
@@ -144,13 +144,13 @@ def _default(field: FieldInfo, name: str) -> str:
     """Return the default of a setting on one line of YAML."""
     if field.is_required() or name == "datasets":
         return "required"
-    return _entry("_", field.default).removeprefix("_:").strip().replace("\n", ", ").replace("- ", "")
+    return _setting_as_yaml("_", field.default).removeprefix("_:").strip().replace("\n", ", ").replace("- ", "")
 
 
-def _entry(name: str, value: Any) -> str:
-    """Return a setting as YAML; entries of datasets without the settings that have their defaults."""
+def _setting_as_yaml(name: str, value: Any) -> str:
+    """Return a setting as YAML. Entries of datasets are written without settings that have their defaults."""
     if value is None or isinstance(value, bool | int):
-        return f"{name}: {json.dumps(value)}"  # for which ruamel.yaml needs a millisecond
+        return f"{name}: {json.dumps(value)}"  # the same text, without the millisecond that ruamel.yaml needs
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.width = False, 1000
     yaml.indent(mapping=2, sequence=4, offset=2)
@@ -180,7 +180,7 @@ def page() -> str:
         lines += _table(title, RunConfig, names)
     for objective, schema in SCHEMAS.items():
         new = [name for name in schema.model_fields if name not in RunConfig.model_fields]
-        different = [name for name in RunConfig.model_fields if _row(schema, name) != _row(RunConfig, name)]
+        different = [name for name in RunConfig.model_fields if _table_row(schema, name) != _table_row(RunConfig, name)]
         lines += _table(f"Additional and different with `objective: {objective}`", schema, [*new, *different])
     lines += _table("An entry of `datasets` and `eval_datasets`", DatasetConfig, list(DatasetConfig.model_fields))
     lines += [
@@ -195,10 +195,10 @@ def page() -> str:
 
 def _table(title: str, schema: Any, names: list[str]) -> list[str]:
     heading = ["", f"## {title}", "", "| setting | default | description |", "|---|---|---|"]
-    return [*heading, *(_row(schema, name) for name in names)]
+    return [*heading, *(_table_row(schema, name) for name in names)]
 
 
-def _row(schema: Any, name: str) -> str:
+def _table_row(schema: Any, name: str) -> str:
     field = schema.model_fields[name]
     default = _default(field, name)
     default = default if default == "required" else f"`{default}`"

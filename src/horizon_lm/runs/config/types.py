@@ -27,8 +27,8 @@ class Settings(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _reject_nonsense(cls, value: Any) -> Any:
-        for each in _parts(value):
+    def _reject_extreme_values(cls, value: Any) -> Any:
+        for each in _plain_values(value):
             if isinstance(each, str) and "\0" in each:
                 raise ValueError("has a null character; remove it")
             if isinstance(each, float) and each != 0 and not _MIN_SIZE <= abs(each) <= _MAX_SIZE:
@@ -44,13 +44,13 @@ class Settings(BaseModel):
         return value
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _plain_values(value: Any) -> Iterator[Any]:
     """Yield the plain values in nested lists and mappings, with the keys of mappings."""
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list):
         for each in value:
-            yield from _parts(each)
+            yield from _plain_values(each)
     else:
         yield value
 
@@ -62,7 +62,7 @@ def _check_device_name(name: str) -> str:
 
 
 def _our_optimizer(name: str) -> str:
-    """Return the name of an optimizer, which may be given by one of transformers' names."""
+    """Return our name of an optimizer, given it or one of transformers' names; raise ValueError for others."""
     known = by_other_name(name)
     if known is not None and known[1] != "float32":
         raise ValueError(f"write optim: {known[0]} and moments: {known[1]}")
@@ -72,7 +72,7 @@ def _our_optimizer(name: str) -> str:
 
 
 def _check_steps_or_fraction(value: float) -> float:
-    """Apply transformers' rule: values of at least 1 are a number of steps, smaller values a fraction of all steps."""
+    """Return a number of steps (at least 1) as int, or a fraction of all steps (below 1) as it is, by transformers' rule."""
     if value > MAX_COUNT:
         raise ValueError(f"must be at most {MAX_COUNT:,} steps")
     if value < 0 or (value >= 1 and value != int(value)):

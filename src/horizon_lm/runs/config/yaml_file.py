@@ -29,14 +29,14 @@ class SettingPlaces:
         self._file, self._marks = file, marks
 
     def position(self, loc: tuple[int | str, ...]) -> tuple[int, int] | None:
-        """Return the line and column, counted from 1, of the deepest part of ``loc`` that is in the file."""
-        node, found = self._marks, None
+        """Return line and column, counted from 1, of the deepest part of ``loc`` that is in the file; None if overridden or not in it."""
+        node, mark = self._marks, None
         for key in loc:
             if loc[0] in self.overridden or not isinstance(node, CommentedMap | CommentedSeq) or not _has(node, key):
                 break
-            found = node.lc.key(key) if isinstance(node, CommentedMap) else node.lc.item(key)
+            mark = node.lc.key(key) if isinstance(node, CommentedMap) else node.lc.item(key)
             node = node[key]
-        return None if found is None else (found[0] + 1, found[1] + 1)
+        return None if mark is None else (mark[0] + 1, mark[1] + 1)
 
     def describe(self, loc: tuple[int | str, ...]) -> str:
         """Return the name of a setting after its place, such as ``run.yaml:3:1: max_length``."""
@@ -87,25 +87,25 @@ def _parse(text: str, place: str, loader: str) -> Any:
 
 
 def require_few_values(events: Iterable[Any], most: int) -> None:
-    """Raise ValueError if YAML stands for more values than ``most`` once aliases are expanded, or an alias for what it is part of.
+    """Raise ValueError if YAML has more than ``most`` values once aliases are expanded, or an alias inside of the collection it stands for.
 
     Events of ruamel.yaml or PyYAML are counted, because a loader expands merge keys (``<<: *name``) before it returns anything.
     """
     sizes: dict[str, int | None] = {}  # the values of each anchor; None while its collection is open
-    # The anchors and the values so far of the collections that are open; the first stands for the document.
-    anchors, counts = list[str | None]([None]), [0]
+    # For each open collection, from the outermost on: its anchor and its values so far. The first entry is the document.
+    open_anchors, open_counts = list[str | None]([None]), [0]
     for event in events:
         kind = type(event).__name__  # the same in both packages
         if kind in ("MappingStartEvent", "SequenceStartEvent"):
-            anchors.append(event.anchor)
-            counts.append(1)
-            if len(counts) > _MAX_DEPTH:  # beyond which parsers take quadratic time
+            open_anchors.append(event.anchor)
+            open_counts.append(1)
+            if len(open_counts) > _MAX_DEPTH:  # deeper nesting takes parsers quadratic time
                 raise RecursionError("nested too deeply")
             if event.anchor:
                 sizes.setdefault(event.anchor, None)
             continue
         if kind in ("MappingEndEvent", "SequenceEndEvent"):
-            anchor, size = anchors.pop(), counts.pop()
+            anchor, size = open_anchors.pop(), open_counts.pop()
         elif kind == "ScalarEvent":
             anchor, size = event.anchor, 1
         elif kind == "AliasEvent":
@@ -118,13 +118,13 @@ def require_few_values(events: Iterable[Any], most: int) -> None:
             if sizes.get(anchor) is not None:
                 raise ValueError(f"the anchor {anchor} is there twice")
             sizes[anchor] = size
-        counts[-1] += size
-        if counts[-1] > most:
+        open_counts[-1] += size
+        if open_counts[-1] > most:
             raise ValueError(f"more than {most:,} values, aliases expanded")
 
 
 def _require_small_numbers(value: Any) -> None:
-    """Raise ValueError if a whole number among these values is absurdly long."""
+    """Raise ValueError if a whole number in a value, at any depth, has more than `_MAX_BITS` bits."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise ValueError(f"a number of {value.bit_length():,} bits")
     if isinstance(value, dict):
@@ -178,8 +178,8 @@ _SUFFIXES_OF_ROWS = (".jsonl", ".jsonl.gz", ".json.gz", ".csv", ".tsv", ".parque
 
 
 def _has_rows(path: str, text: str) -> bool:
-    """Return whether a JSON or text file, which may be one of settings, has rows: a list, an object in each line, or prose."""
-    lines = [line for each in text.splitlines() if (line := each.strip())]
+    """Return whether a .json or .txt file, which may also hold settings, has rows: a list, an object per line, or prose."""
+    lines = [line for each in text.splitlines() if (line := each.strip())]  # that are not blank
     if path.endswith(".json"):
         return [line[0] for line in lines[:2]] == ["{", "{"] or text.lstrip().startswith("[")
     return path.endswith(".txt") and lines != [] and not any(re.match(r"[\w-]+\s*:", line) for line in lines)

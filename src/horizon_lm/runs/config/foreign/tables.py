@@ -38,15 +38,15 @@ class LeftOut:
         getattr(self, effect).setdefault(name, reason)
 
     def reject_unknown(self, where: str, theirs: Mapping[str, Any], known: Collection[str]) -> None:
-        """Reject the unknown settings of an entry of datasets, since they may change its rows."""
+        """Reject unknown settings of an entry of datasets that are on: they may change its rows. ``where``: the entry, for messages."""
         for key in theirs:
-            if key not in known and theirs[key] not in (None, False, *_AS_OURS.get(key, ())):
+            if key not in known and theirs[key] not in (None, False, *_SAME_AS_OURS.get(key, ())):
                 reason = _OF_ENTRIES.get(key, "unknown setting, which may matter; remove it")
                 self.add(f"{where}.{key}", "rejected", reason)
 
 
 # Values of settings of Axolotl by which it trains on the tokens that we train on: its defaults.
-_AS_OURS = {
+_SAME_AS_OURS = {
     "roles_to_train": (["assistant"], ["gpt", "assistant"]),
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),
@@ -82,7 +82,7 @@ def in_a_script(method: str) -> str:
 
 
 @cache
-def _read(name: str) -> Mapping[str, Any]:
+def _read_table(name: str) -> Mapping[str, Any]:
     """Return one of the tables beside this file."""
     text = (files("horizon_lm.runs.config.foreign") / f"{name}.yaml").read_text(encoding="utf-8")
     return YAML(typ="safe", pure=True).load(text)  # type: ignore[no-any-return]
@@ -98,42 +98,42 @@ def tables() -> list[Mapping[str, Any]]:
     - ``datasets``: settings of data. ``row_types``: formats of rows.
     - ``rename``: our name of a setting. ``values``: outcomes by value (`Translation._outcome`). ``same_values``: another setting whose
       outcomes apply. ``lists``: texts with commas that are lists. ``parts``: entries of lists without effect.
-    - ``only_for``: the only objective that uses a setting. ``precedence``, ``zero_takes_precedence``: see `Translation._effective`.
+    - ``only_for``: the only objective that uses a setting. ``precedence``, ``zero_takes_precedence``: see `Translation._drop_ineffective`.
     - ``defaults``, ``defaults_with``, ``twice``: see `Translation._add_defaults`. ``differences``, ``needs_adapters``: see
-      `Translation._complete`.
+      `Translation._note_differences` and `Translation._reject_without_adapters`.
     - ``nothing``, ``numbers``, ``rejected``: settings by the reason, under the effect of leaving them out (`LeftOut`).
     """
-    return [_read(name) for name in ("trl", "llamafactory", "llamafactory_v1", "axolotl")]
+    return [_read_table(name) for name in ("trl", "llamafactory", "llamafactory_v1", "axolotl")]
 
 
 @cache
 def common() -> Mapping[str, Any]:
     """Return the table that all trainers share."""
-    table = _read("common")
+    table = _read_table("common")
     optimizers = {
-        **_optimizers(),
+        **_optimizer_settings(),
         "any": f"rejected: this optimizer is not supported; remove it to train with AdamW, or use one of {', '.join(OPTIMIZERS)} in our file",
     }
     return {**table, "values": {**table["values"], "optim": optimizers}}
 
 
-def _optimizers() -> dict[str, Any]:
-    """Return the settings for each of transformers' names of an optimizer, without defaults."""
+def _optimizer_settings() -> dict[str, Any]:
+    """Return our settings for each name of an optimizer in transformers, as far as they differ from our defaults."""
     defaults = SCHEMAS["sft"].model_fields
-    named = {
-        theirs: {"optim": ours, "moments": kind}
-        for ours, listed in OPTIMIZERS.items()
-        if listed.aliases  # one that transformers lacks stands in the tables of the trainers that have it
-        for theirs, kind in {ours: "float32", **listed.aliases}.items()
+    settings_of_name = {
+        theirs: {"optim": ours, "moments": moments}
+        for ours, optimizer in OPTIMIZERS.items()
+        if optimizer.aliases  # one that transformers lacks stands in the tables of the trainers that have it
+        for theirs, moments in {ours: "float32", **optimizer.aliases}.items()
     }
     return {
         theirs: {name: value for name, value in settings.items() if value != defaults[name].default}
-        for theirs, settings in named.items()
+        for theirs, settings in settings_of_name.items()
     }
 
 
 def effect_of(name: str, table: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the effect of leaving out a setting, and the reason; None for an unknown setting."""
+    """Return the effect of leaving out a setting, one of `EFFECTS`, and the reason; None for a setting that no table has."""
     for each in (table, common()):
         for effect in EFFECTS:
             for reason, names in each.get(effect, {}).items():
@@ -149,28 +149,30 @@ def our_name(theirs: str) -> str | None:
 
 @cache
 def remedies() -> dict[str, str]:
-    """Return the remedy for each setting of other trainers that is none here and has no other name here.
+    """Return the remedy for each setting of other trainers that is no setting here, not even by another name.
 
-    The common table comes before those of single trainers, and its hints before all else: what is added later replaces earlier remedies.
+    Tables that are read later replace earlier remedies: the common table counts more than a trainer's, and its hints count most.
     """
     ours = {name for schema in SCHEMAS.values() for name in schema.model_fields}
     found = dict(_OF_ENTRIES)
     for table in (*tables()[::-1], common()):
-        found |= {name: remedy for name, remedy in _remedies(table) if our_name(name) is None and name not in ours}
+        found |= {
+            name: remedy for name, remedy in _remedies_of_table(table) if our_name(name) is None and name not in ours
+        }
     return found | {name: hint for hint, names in common()["hints"].items() for name in names}
 
 
-def _remedies(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the settings that a table names, each with its remedy: to remove it for a reason, or settings to use instead."""
+def _remedies_of_table(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each setting that a table names, with its remedy: to remove it for a reason, or settings to use instead."""
     for key, outcomes in table.get("values", {}).items():
-        # The outcome of true says most of a setting, then settings that a value stands for, then the last reason.
+        # One outcome makes the remedy: the one of true, else the first that is settings to use instead, else the last reason.
         settings = [each for each in outcomes.values() if isinstance(each, Mapping)]
         texts = [each for each in outcomes.values() if isinstance(each, str)]
         outcome: Any = next(filter(None, [outcomes.get(True), *settings, *reversed(texts)]), {})
         if isinstance(outcome, str):
             yield key, f"{outcome.partition(': ')[2]}; remove it"
         elif outcome:
-            yield key, "use " + " and ".join(f"{name}: {_as_yaml(value)}" for name, value in outcome.items())
+            yield key, "use " + " and ".join(f"{name}: {_yaml_value(value)}" for name, value in outcome.items())
     for effect in EFFECTS:
         for reason, names in table.get(effect, {}).items():
             yield from ((name, f"{reason}; remove it") for name in names)
@@ -179,14 +181,14 @@ def _remedies(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((name, f"it is for {method}{in_a_script(method)}") for name in names)
 
 
-def _as_yaml(value: Any) -> str:
+def _yaml_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def foreign_trainer(settings: Mapping[str, Any]) -> str | None:
     """Return the name of the trainer that a file belongs to beyond doubt; None for a run file of ours, also one with mistakes."""
     for table in tables():
-        # A setting that run files of ours have, and files of this trainer do not.
+        # A setting that our run files have, and files of this trainer lack.
         only_ours = "datasets" if "model_name_or_path" in table["required"] else "model_name_or_path"
         has_required = all(name in settings for name in table["required"])
         has_marks = any(name in settings for name in table["recognized_by"])
@@ -216,7 +218,7 @@ def read_json(path: Path) -> Any:
 
 
 def is_on(value: Any) -> bool:
-    """Return whether a value is other than false, zero, or an empty text, list or mapping."""
+    """Return whether a value, parsed leniently, is other than false, zero, or an empty text, list or mapping."""
     return parse_text(value) not in (False, "", [], {})
 
 
@@ -231,7 +233,7 @@ def table_key(value: Any) -> Any:
 
 
 def parse_text(value: Any) -> Any:
-    """Parse a text as YAML 1.1 and lenient parsers do, including yes, on, and quoted numbers."""
+    """Return the number or truth value that a text stands for in YAML 1.1 or for lenient parsers; anything else unchanged."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("yes", "on", "true", "no", "off", "false"):
