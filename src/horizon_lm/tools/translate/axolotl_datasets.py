@@ -18,7 +18,7 @@ _AXOLOTL_ROLES = {"system": {"system"}, "user": {"user", "human"}, "assistant": 
 def from_axolotl(
     theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a run that datasets in a file of Axolotl become, as names and values."""
+    """Yield the names and values of our settings for the datasets in a file of Axolotl, and add what is not translated to ``left_out``."""
     for key, ours in _AXOLOTL_DATASETS.items():
         entries = [theirs[key]] if isinstance(theirs.get(key), str | Mapping) else theirs.get(key)
         if not entries:
@@ -27,9 +27,9 @@ def from_axolotl(
         if key == "pretraining_dataset":
             entries = [_from_pretraining_entry(entry) for entry in entries]
         yield ours, [_axolotl_entry(entry, objective, left_out) for entry in entries]
-        if theirs.get("sample_packing") and all(map(_is_text, entries)):
+        if theirs.get("sample_packing") and all(map(_is_text_entry, entries)):
             yield "packing_strategy", "bfd_split"
-        elif key == "datasets" and any(map(_is_text, entries)):
+        elif key == "datasets" and any(map(_is_text_entry, entries)):
             reason = "Axolotl continues texts longer than sequence_len in further rows, as with sample_packing: true"
             left_out.add("datasets.type", "numbers", reason)
 
@@ -40,18 +40,18 @@ def _from_pretraining_entry(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return {**entry, "type": "completion", "field": theirs.get("text_column", "text")}
 
 
-def _is_text(theirs: Mapping[str, Any]) -> bool:
+def _is_text_entry(theirs: Mapping[str, Any]) -> bool:
     return theirs.get("type") == "completion"
 
 
 def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut) -> dict[str, Any]:
-    """Return an entry of ``datasets`` for one of Axolotl's."""
+    """Return our entry of ``datasets`` for an entry of Axolotl's, and add what is not translated to ``left_out``."""
     entry = {key: theirs[key] for key in _AXOLOTL_LOCATION if theirs.get(key)}
     if theirs.get("train_on_split"):
         entry.setdefault("split", theirs["train_on_split"])
     fields = {"field": "text", "field_chosen": "chosen", "field_rejected": "rejected", "field_tools": "tools"}
     columns = {ours: theirs[key] for key, ours in fields.items() if theirs.get(key, ours) != ours}
-    if row_format := _find_format(theirs, objective, columns, left_out):
+    if row_format := _find_format_and_columns(theirs, objective, columns, left_out):
         entry["format"] = row_format
     _reject_odd_messages(theirs, left_out)
     left_out.reject_unknown("datasets", theirs, _AXOLOTL_KNOWN)
@@ -71,33 +71,35 @@ def _reject_odd_messages(theirs: Mapping[str, Any], left_out: LeftOut) -> None:
         left_out.add("datasets.field_thinking", "rejected", reason)
 
 
-def _find_format(theirs: Mapping[str, Any], objective: str, columns: dict[str, str], left_out: LeftOut) -> str | None:
-    """Return the format of an entry, and add the columns of its type to ``columns``; None if the rows decide."""
+def _find_format_and_columns(
+    theirs: Mapping[str, Any], objective: str, columns: dict[str, str], left_out: LeftOut
+) -> str | None:
+    """Return the format of an entry, or None if the rows decide, and add the columns that its type implies to ``columns``."""
     row_type = theirs.get("type")
     if objective == "dpo" and row_type in ("chat_template", "chat_template.default"):
         columns["prompt"] = theirs.get("field_messages", "messages")
         return None
     if objective != "dpo" and row_type in ("chat_template", "sharegpt"):
-        return _find_conversations(theirs, columns, left_out)
+        return _conversation_format(theirs, columns, left_out)
     *_, axolotl = tables()
-    of_objective = axolotl["row_types"]["dpo" if objective == "dpo" else "sft"]
+    row_types = axolotl["row_types"]["dpo" if objective == "dpo" else "sft"]
     if isinstance(row_type, Mapping):
-        found = _find_user_defined(row_type, of_objective["fields"], left_out)
+        format_and_columns = _user_defined_type(row_type, row_types["fields"], left_out)
     else:
-        found = of_objective["types"].get(str(row_type).partition(":")[0])  # alpaca:chat is a style of alpaca
-    if found is None:
-        reason = f"{row_type!r} is not supported; write the rows as messages, and set type: {of_objective['usual']}"
+        format_and_columns = row_types["types"].get(str(row_type).partition(":")[0])  # alpaca:chat is a style of alpaca
+    if format_and_columns is None:
+        reason = f"{row_type!r} is not supported; write the rows as messages, and set type: {row_types['usual']}"
         left_out.add("datasets.type", "rejected", axolotl["row_types"]["rejected"].get(str(row_type), reason))
         return None
-    columns |= found.get("columns", {})
-    if found.get("format") != "text":
-        reason = f"rows are rendered with the model's chat template instead of the format of {_name(row_type)}; horizon-lm inspect shows them"
+    columns |= format_and_columns.get("columns", {})
+    if format_and_columns.get("format") != "text":
+        reason = f"rows are rendered with the model's chat template instead of the format of {_type_name(row_type)}; horizon-lm inspect shows them"
         left_out.add("datasets.type", "numbers", reason)
-    return found.get("format")  # type: ignore[no-any-return]
+    return format_and_columns.get("format")  # type: ignore[no-any-return]
 
 
-def _find_user_defined(theirs: Mapping[str, Any], fields: Mapping[str, str], left_out: LeftOut) -> dict[str, Any]:
-    """Return format and columns of a type that a file defines itself, by the fields of its rows and the text around them."""
+def _user_defined_type(theirs: Mapping[str, Any], fields: Mapping[str, str], left_out: LeftOut) -> dict[str, Any]:
+    """Return format and columns of a type that a file defines itself by the names of its fields and the text around them."""
     columns = {ours: theirs.get(key) or key.removeprefix("field_") for key, ours in fields.items()}
     if theirs.get("system_prompt"):
         reason = (
@@ -113,12 +115,12 @@ def _find_user_defined(theirs: Mapping[str, Any], fields: Mapping[str, str], lef
     }
 
 
-def _name(row_type: Any) -> str:
+def _type_name(row_type: Any) -> str:
     return row_type if isinstance(row_type, str) else "its own type"
 
 
-def _find_conversations(theirs: Mapping[str, Any], columns: dict[str, str], left_out: LeftOut) -> str | None:
-    """Return the format of an entry with conversations, and add its column; None if the rows decide."""
+def _conversation_format(theirs: Mapping[str, Any], columns: dict[str, str], left_out: LeftOut) -> str | None:
+    """Return the format of an entry with conversations, or None if the rows decide, and add its column to ``columns``."""
     names = theirs.get("message_property_mappings") or {}
     keys = (  # of the role and the content of a message; None for Axolotl's default
         names.get("role", theirs.get("message_field_role")),

@@ -20,8 +20,8 @@ def reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
 
 
 def find_table(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the translation table of the trainer that a file belongs to: one whose required settings it has, and of these the one with
-    most settings that no other trainer has.
+    """Return the translation table of the trainer that a file belongs to: among tables whose required settings the file has, if any, the
+    one with most of the settings that only its trainer has. Raise ConfigError for a file without any such setting.
     """
 
     def rank(table: Mapping[str, Any]) -> tuple[bool, int]:
@@ -39,7 +39,7 @@ def find_table(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def flatten(theirs: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return their settings with these groups as settings of their own, such as ``peft_config.r``."""
+    """Return their settings with the entries of the groups in ``names`` as settings of their own, such as ``peft_config.r``."""
     flat: dict[str, Any] = {}
     for key, value in theirs.items():
         if key in names and isinstance(value, Mapping):
@@ -63,7 +63,7 @@ def reject_export(theirs: Mapping[str, Any], table: Mapping[str, Any], path: str
 
 
 def find_objective(theirs: Mapping[str, Any], table: Mapping[str, Any], asked: str | None, path: str) -> str:
-    """Return the objective of a file; ``asked`` is the user's, for files that do not name it."""
+    """Return the objective of a file. ``asked``: the user's choice, for files that do not name an objective; None without one."""
     method, place = _find_method(theirs, table, path)
     if method is not None and method not in SCHEMAS:
         raise ConfigError(
@@ -81,7 +81,7 @@ def find_objective(theirs: Mapping[str, Any], table: Mapping[str, Any], asked: s
 
 
 def _find_method(theirs: Mapping[str, Any], table: Mapping[str, Any], path: str) -> tuple[str | None, str]:
-    """Return the method that a file is for, or None if it does not say, and the setting that says it."""
+    """Return the method of a file, or None if the file names none, and the setting that names it, for messages."""
     method, place = None, ""
     for key, choices in table.get("method_of", {}).items():
         if method is None and is_set(theirs, key):
@@ -89,9 +89,9 @@ def _find_method(theirs: Mapping[str, Any], table: Mapping[str, Any], path: str)
             method, place = choices.get(table_key(value)), f"{key}: {value!r}"
             if method is None and key in ("stage", "rl"):
                 raise ConfigError(f"{path}: {place} is not a supported objective; must be one of {', '.join(SCHEMAS)}")
-    # Settings that only files of one method have. They decide if nothing names a method, or if theirs is not supported.
-    for of_settings, names in table.get("methods", {}).items():
+    # A setting that only files of one method have decides if no method is named, or if its owner is a method without support here.
+    for owner, names in table.get("methods", {}).items():
         name = next((each for each in names if each in theirs and theirs[each] != []), None)
-        if name is not None and (method is None or of_settings not in SCHEMAS):
-            method, place = of_settings, name
+        if name is not None and (method is None or owner not in SCHEMAS):
+            method, place = owner, name
     return method, place

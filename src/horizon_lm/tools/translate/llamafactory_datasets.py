@@ -12,7 +12,7 @@ from horizon_lm.runs.config.yaml_file import read_yaml
 def from_llamafactory(
     theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a run that datasets in a file of LLaMA-Factory become, as names and values."""
+    """Yield the names and values of our settings for the datasets in a file of LLaMA-Factory; add what is left out to ``left_out``."""
     data_dir = str(theirs.get("dataset_dir", "data"))
     data_folder, info = _read_dataset_info(folder, data_dir)
     if objective == "dpo" and theirs.get("adapter_name_or_path"):
@@ -35,8 +35,8 @@ def from_llamafactory(
 
 
 def _read_dataset_info(folder: Path, data_dir: str) -> tuple[Path, Mapping[str, Any]]:
-    """Return LLaMA-Factory's list of datasets and its folder; the list is empty if it is not found."""
-    places = (Path(data_dir), folder / data_dir, folder)  # the trainer itself looks from the current folder
+    """Return the folder of LLaMA-Factory's ``dataset_info.json`` and its content; without such a file, the first place and no content."""
+    places = (Path(data_dir), folder / data_dir, folder)  # the current folder first, as the trainer does
     for place in places:
         if exists(str(place / "dataset_info.json")):
             return place, read_json(place / "dataset_info.json")
@@ -61,7 +61,7 @@ _LLAMAFACTORY_TAGS = {
 def _llamafactory_entry(
     name: str, folder: Path, theirs: Mapping[str, Any], objective: str, left_out: LeftOut
 ) -> dict[str, Any]:
-    """Return the entry of ``datasets`` for an entry of ``dataset_info.json``, and add what cannot be translated to ``left_out``.
+    """Return our entry of ``datasets`` for an entry of ``dataset_info.json``, and add what is not translated to ``left_out``.
 
     ``name``: the name of their entry. ``folder``: the folder of ``dataset_info.json``, to which its files are relative.
     """
@@ -91,7 +91,7 @@ _V1_FORMATS = {"alpaca": "alpaca", "pair": "preference"}
 
 
 def from_v1(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a run that the datasets of a file of LLaMA-Factory v1, which names YAML files of them, become, as names and values."""
+    """Yield our settings, as `from_llamafactory` does, for a file of LLaMA-Factory v1, which names YAML files of datasets."""
     for key, ours in (("train_dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         if not theirs.get(key):
             continue
@@ -107,12 +107,12 @@ def from_v1(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objectiv
 
 
 def _v1_entry(where: str, theirs: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    """Return the entry of ``datasets`` for an entry of v1's YAML file of datasets. ``where``: its name in messages."""
+    """Return our entry of ``datasets`` for an entry of v1's YAML file of datasets. ``where``: its name in messages."""
     row_format = _V1_FORMATS.get(str(theirs.get("converter")))
     if row_format is None:
         reason = "only alpaca and pair are supported; others train on each turn as a row of its own"
         left_out.add(f"{where}.converter", "rejected", reason)
-    # size and weight draw with replacement
+    # Not size and weight, with which v1 draws rows with replacement.
     left_out.reject_unknown(where, theirs, ("path", "source", "split", "converter"))
     split = {"split": theirs["split"]} if theirs.get("split", "train") != "train" else {}
     return {"path": theirs["path"], "format": row_format} | split

@@ -40,7 +40,7 @@ _TRANSLATE_DATASETS = {
 }  # fmt: skip
 _PER_EPOCH = {"evals_per_epoch": ("eval_strategy", "eval_steps"), "saves_per_epoch": ("save_strategy", "save_steps")}
 # Settings that have an effect for other trainers where they are not used here.
-_USED_ELSEWHERE = {
+_USED_BY_OTHERS = {
     "label_smoothing", "load_in_4bit", "adapter_name_or_path", "lora_target_parameters", "lora_modules_to_save",
 }  # fmt: skip
 
@@ -80,6 +80,16 @@ class Translation:
             heading += ["", title, *(f"  {name}: {reason}" for name, reason in found.items())] if found else []
         return start_file(SCHEMAS[self.objective], self.settings, "\n".join(heading), full)
 
+    def translate(self, accept: Collection[str]) -> None:
+        """Fill ``settings``, ``left_out`` and ``not_needed``. Raise ConfigError if the result is not faithful, except for ``accept``.
+
+        The order matters: the file's settings replace the settings that follow from its datasets, and the defaults replace neither.
+        """
+        self._translate_datasets()
+        self._translate_settings()
+        self._add_defaults_and_differences()
+        self._reject_unfaithful(accept)
+
     @property
     def _folder(self) -> Path:
         return Path(self.path).expanduser().parent
@@ -118,20 +128,20 @@ class Translation:
                 self.left_out.add("datasets.split", "rejected", reason)
 
     def _translate_settings(self) -> None:
-        """Add all settings but those of data sets."""
-        for key, value in self._effective().items():
+        """Add our settings for theirs, except settings of data sets, and add what has no translation to ``left_out``."""
+        for key, value in self._drop_ineffective().items():
             if key not in self.table["datasets"] or key in self.table["rename"]:
                 try:
                     self._translate_setting(key, value)
                 except (TypeError, ValueError):
                     self.left_out.add(key, "rejected", f"{value!r} is not a valid value")
-        self._reject_own_optimizer()
+        self._reject_deepspeed_optimizer()
 
-    def _effective(self) -> dict[str, Any]:
-        """Return their settings without those that another setting or the objective makes ineffective; note these as left out.
+    def _drop_ineffective(self) -> dict[str, Any]:
+        """Return their settings without the ones that the objective or another setting makes ineffective, and add those to ``left_out``.
 
-        In ``precedence`` of the table, each key overrides its value if both are set. A key that is off (false or, unless
-        ``zero_takes_precedence``, 0) yields instead, without a note.
+        In ``precedence`` of the table, each key overrides its value if both are set. If the key is off (false or, unless
+        ``zero_takes_precedence``, 0), it is the key that is dropped, and ``left_out`` does not mention it.
         """
         effective, table = dict(self.theirs), self.table
         for key, objective in table.get("only_for", {}).items():
@@ -149,40 +159,40 @@ class Translation:
         return effective
 
     def _translate_setting(self, key: str, value: Any) -> None:
-        """Add what a setting becomes: settings of ours, or an entry of what is left out.
+        """Add what a setting of theirs becomes: settings of ours, or an entry of ``left_out``.
 
-        What the tables say of its value comes before what they say of its name.
+        The outcomes of its value in the tables come before renaming it, and before the reasons that the tables give for its name.
         """
         table, rename = self.table, self.table["rename"]
-        schema = SCHEMAS[self.objective].model_fields
+        our_fields = SCHEMAS[self.objective].model_fields
         if key in table.get("lists", ()) and isinstance(value, str) and "," in value:
             value = [part.strip() for part in value.split(",")]
         outcome = self._outcome(key, value)
-        # Of a list, the entries that have no effect here, by the last part of their dotted names.
-        parts = table.get("parts", {}).get(key)
+        # Entries of a list without effect here: the last parts of their dotted names, under ``names``, and the reason, under ``why``.
+        ineffective = table.get("parts", {}).get(key)
         if isinstance(outcome, str):
             effect, _, reason = outcome.partition(": ")
             self.left_out.add(key, effect, reason)
         elif outcome is not None:
-            self.settings |= {name: each for name, each in outcome.items() if name in schema}
-        elif rename.get(key) in schema:
+            self.settings |= {name: each for name, each in outcome.items() if name in our_fields}
+        elif rename.get(key) in our_fields:
             self.settings[rename[key]] = value
-        elif key in schema and effect_of(key, table) is None:
+        elif key in our_fields and effect_of(key, table) is None:
             self.settings[key] = value
         elif key in _PER_EPOCH:
             self._translate_interval(key, value)
-        elif parts is not None and {str(each).rpartition(".")[2] for each in value} <= {*parts["names"]}:
-            self.left_out.add(key, "nothing", parts["why"])
+        elif ineffective is not None and {str(each).rpartition(".")[2] for each in value} <= {*ineffective["names"]}:
+            self.left_out.add(key, "nothing", ineffective["why"])
         else:
-            self._leave_out(key, value)
+            self._leave_out_untranslated(key, value)
 
     def _outcome(self, key: str, value: Any) -> Any:
-        """Return what the tables say of a value: "EFFECT: reason", a mapping of settings that it stands for, or None for nothing.
+        """Return the tables' outcome for a value: "EFFECT: reason", a mapping of settings of ours, or None if they have none.
 
-        An outcome under ``any`` is that of all other values but those that turn the setting off (`is_on`).
+        An outcome under ``any`` is for all values that the tables do not list, except values that turn the setting off (`is_on`).
         """
-        alias = self.table.get("same_values", {}).get(key, key)
-        outcomes = {**common()["values"].get(alias, {}), **self.table.get("values", {}).get(key, {})}
+        shared_key = self.table.get("same_values", {}).get(key, key)
+        outcomes = {**common()["values"].get(shared_key, {}), **self.table.get("values", {}).get(key, {})}
         outcome = outcomes.get(table_key(value), outcomes.get(table_key(parse_text(value))))
         return outcomes.get("any") if outcome is None and is_on(value) else outcome
 
@@ -195,26 +205,30 @@ class Translation:
         else:
             self.settings[strategy] = "epoch" if times else "no"
 
-    def _leave_out(self, key: str, value: Any) -> None:
-        """Sort a setting that has no translation; one that the tables do not know is rejected, since it may matter."""
+    def _leave_out_untranslated(self, key: str, value: Any) -> None:
+        """Add a setting that has no translation to ``left_out``, by the first of these cases that applies.
+
+        It names the method, and is not added. The tables give the effect of leaving it out. It is a setting of other objectives, which is
+        rejected. It or its value is unknown, which is rejected, since it may matter. A setting that is off is added only if it is unknown.
+        """
         table = self.table
-        others = [name for name, schema in SCHEMAS.items() if table["rename"].get(key, key) in schema.model_fields]
         if key in table.get("method_of", {}):
             return
-        if found := effect_of(key, table):
+        objectives = [name for name, schema in SCHEMAS.items() if table["rename"].get(key, key) in schema.model_fields]
+        if effect_and_reason := effect_of(key, table):
             if is_on(value):
-                self.left_out.add(key, *found)
-        elif others:
+                self.left_out.add(key, *effect_and_reason)
+        elif objectives:
             if is_on(value):
-                self.left_out.add(key, "rejected", f"it is for objective: {' or '.join(others)}")
+                self.left_out.add(key, "rejected", f"it is for objective: {' or '.join(objectives)}")
         else:
-            is_known = key in common()["values"] or key in table.get("values", {})
-            if not is_known or is_on(value):
-                unknown = f"{value!r} is not known here" if is_known else "unknown setting, which may matter; remove it"
-                self.left_out.add(key, "rejected", remedies().get(key, unknown))
+            has_outcomes = key in common()["values"] or key in table.get("values", {})
+            if not has_outcomes or is_on(value):
+                why = f"{value!r} is not known here" if has_outcomes else "unknown setting, which may matter; remove it"
+                self.left_out.add(key, "rejected", remedies().get(key, why))
 
-    def _reject_own_optimizer(self) -> None:
-        """Reject a configuration of DeepSpeed with an optimizer or a schedule that is not the one of the run file."""
+    def _reject_deepspeed_optimizer(self) -> None:
+        """Reject a DeepSpeed configuration that has an optimizer or a schedule: the run file's would be used instead."""
         config = self.theirs.get("deepspeed")
         if isinstance(config, str):
             places = (Path(config), self._folder / config)
@@ -226,15 +240,15 @@ class Translation:
 
     # Completion and validation
 
-    def _complete(self) -> None:
-        """Add the trainer's defaults, and note everything in which the run would still differ from that of the trainer."""
+    def _add_defaults_and_differences(self) -> None:
+        """Add the trainer's defaults, and add every remaining difference from the trainer's training to ``left_out``."""
         explicit = {*self.theirs, *self.settings}  # names in their file, and ours that follow from it, without defaults
         self._add_defaults()
         self._drop_overruled()
         self._reject_without_adapters()
         self._note_differences(explicit)
-        renamed = {ours: name for name, ours in self.table["rename"].items() if name in self.theirs}
-        self._sort_invalid({name: name for name in explicit} | renamed)
+        renamed_by_ours = {ours: name for name, ours in self.table["rename"].items() if name in self.theirs}
+        self._remove_invalid({name: name for name in explicit} | renamed_by_ours)
         self._require_model_and_data()
 
     def _reject_without_adapters(self) -> None:
@@ -246,31 +260,31 @@ class Translation:
                 left_out.add(key, "rejected", why)
 
     def _note_differences(self, explicit: set[str]) -> None:
-        """Note the ``differences`` of the table that apply, each of which changes the numbers: the trainer does by default what is not done here.
+        """Add the ``differences`` of the table that apply, defaults of the trainer that are not followed here, to ``left_out.numbers``.
 
-        One applies if its settings under ``when`` are on (with one of the values listed there, if any), if the objective is among its
-        ``objectives``, and if no name under ``unless`` is ``explicit``.
+        A difference applies if its settings under ``when`` are on (with one of the values listed there, if any), if the objective is among
+        its ``objectives``, and if no name under ``unless`` is ``explicit``.
         """
         theirs = self.theirs
         for name, difference in self.table.get("differences", {}).items():
-            applies = all(
+            conditions_hold = all(
                 is_set(theirs, key) and (not values or table_key(theirs[key]) in values)
                 for key, values in difference.get("when", {}).items()
             )
-            of_objective = self.objective in difference.get("objectives", SCHEMAS)
-            if applies and of_objective and explicit.isdisjoint(difference["unless"]):
+            concerns_objective = self.objective in difference.get("objectives", SCHEMAS)
+            if conditions_hold and concerns_objective and explicit.isdisjoint(difference["unless"]):
                 self.left_out.add(name, "numbers", difference["why"])
 
     def _require_model_and_data(self) -> None:
-        """Reject a file without a model or data, by the trainer's names of them, unless its data was rejected already."""
+        """Reject a file without a model or data, by the trainer's names for these settings, unless its data was rejected already."""
         table, left_out = self.table, self.left_out
         for ours, their_name in (("model_name_or_path", table["required"][0]), ("datasets", table["datasets"][0])):
             if ours not in self.settings and not left_out.rejected.keys() & {*table["datasets"]}:
                 left_out.add(their_name, "rejected", "is missing")
 
     def _add_defaults(self) -> None:
-        """Add the trainer's defaults, as far as the file does not set these settings: ``defaults`` of the table, ``defaults_with`` a setting
-        that is on, and those that are ``twice`` another number.
+        """Add the trainer's defaults for settings that the file does not set: the table's ``defaults``, then ``defaults_with``, which
+        another setting brings along if it is on, then ``twice``, whose values are twice another setting's.
         """
         table, theirs = self.table, self.theirs
         defaults = dict(table.get("defaults", {}))
@@ -284,7 +298,7 @@ class Translation:
                 self.settings[name] = 2 * value
 
     def _drop_overruled(self) -> None:
-        """Remove settings that others make ineffective in all these trainers."""
+        """Remove settings that others overrule in all these trainers, without adding them to ``left_out``."""
         settings = self.settings
         if settings.get("adapter_name_or_path"):  # its own ranks and targets are used
             for name in AdapterSettings.model_fields.keys() - OF_THE_BASE:
@@ -294,14 +308,14 @@ class Translation:
         if isinstance(steps := parse_text(settings.get("max_steps")), int) and steps > 0:
             settings.pop("num_train_epochs", None)
 
-    def _sort_invalid(self, their_names: Mapping[str, str]) -> None:
-        """Remove the settings that our validation rejects, and note them as left out: a setting that a run would not use as "nothing", any
-        other as "rejected". A text that stands for a number or a truth value is replaced by it instead.
+    def _remove_invalid(self, their_names: Mapping[str, str]) -> None:
+        """Remove the settings that our validation rejects, and add them to ``left_out``: as ``nothing`` if a run would not use them,
+        else as ``rejected``. A text that stands for a number or a truth value is replaced by that value instead.
 
-        ``their_names`` has the trainer's names of the settings that are in the file, by our names; all others are defaults.
+        ``their_names``: the trainer's names of the settings that are in the file, by our names; all other settings are defaults.
         """
         settings, left_out = self.settings, self.left_out
-        # Repeated, because others may become invalid. Each round replaces or removes a setting, each at most once, so these rounds suffice.
+        # Repeated, because removing a setting may make others invalid. A round replaces or removes one, each once at most: so many suffice.
         for _ in range(3 * len(settings)):
             try:
                 SCHEMAS[self.objective].model_validate(settings, context=Reading(without_rows=True, places=(settings,)))
@@ -322,13 +336,13 @@ class Translation:
                 if isinstance(value, str) and not isinstance(parsed := parse_text(value), str):
                     settings[name] = parsed
                     continue
-                is_unused = isinstance(each.get("ctx", {}).get("error"), UnusedError) and name not in _USED_ELSEWHERE
-                if name in their_names or not is_unused:
+                is_unused = isinstance(each.get("ctx", {}).get("error"), UnusedError) and name not in _USED_BY_OTHERS
+                if name in their_names or not is_unused:  # unused defaults are removed without a word
                     effect = "nothing" if is_unused else "rejected"
                     left_out.add(their_names.get(name, name), effect, f"{value!r} {_message(each)}")
 
-    def _reject(self, accept: Collection[str]) -> None:
-        """Raise ConfigError if the translation is not faithful, except for what is accepted, and set ``not_needed``."""
+    def _reject_unfaithful(self, accept: Collection[str]) -> None:
+        """Raise ConfigError unless the training is the same, up to the names in ``accept``; set ``not_needed``."""
         left_out = self.left_out
         self.not_needed = [name for name in accept if name not in left_out.numbers]
         left_out.numbers = {name: why for name, why in left_out.numbers.items() if name not in left_out.rejected}
@@ -365,13 +379,11 @@ def translate_file(path: str, objective: str | None = None, accept: Collection[s
     theirs = {key: value for key, value in read_yaml(path)[0].items() if value is not None}
     reject_own_file(theirs, path)
     table = find_table(theirs, path)
-    given = {**table.get("assumed", {}), **flatten(theirs, table.get("flatten", ()))}
-    reject_export(given, table, path)
-    result = Translation(path, table, given, find_objective(given, table, objective, path))
+    # What the trainer assumes where the file is silent, then what it says.
+    with_assumed = {**table.get("assumed", {}), **flatten(theirs, table.get("flatten", ()))}
+    reject_export(with_assumed, table, path)
+    result = Translation(path, table, with_assumed, find_objective(with_assumed, table, objective, path))
     if result.objective != "sft":
         result.settings["objective"] = result.objective
-    result._translate_datasets()
-    result._translate_settings()
-    result._complete()
-    result._reject(accept)
+    result.translate(accept)
     return result
