@@ -49,26 +49,25 @@ def locate_answers(
     Raises:
         RowError: an answer is not in the text, or could be in several places.
     """
-    placed = _place_by_search(text, messages, style) if ends is None else _place_by_ends(text, messages, style, ends)
-    spans, last = [], -1
-    for index, (start, end) in sorted(placed.items()):
+    places = _place_by_search(text, messages, style) if ends is None else _place_by_ends(text, messages, style, ends)
+    spans, previous = [], -1
+    for index, (start, end) in sorted(places.items()):
         if messages[index]["role"] == "assistant":
             # Take the first opening after the previous message, since a turn may have several parts. If a message in between
             # could not be placed, only the last opening is certain to belong to this turn.
-            before = max((each for _, each in placed.values() if each <= start), default=0)
-            find_opening = text.find if index == last + 1 else text.rfind
+            search_start = max((each for _, each in places.values() if each <= start), default=0)
+            find_opening = text.find if index == previous + 1 else text.rfind
             # Spaces alone are no opening to search for: the previous turn may end with some.
-            opened = find_opening(style.opening, before, start) if style.opening.strip() else -1
+            opened = find_opening(style.opening, search_start, start) if style.opening.strip() else -1
             spans.append((start if opened < 0 else opened + len(style.opening), end))
-        last = index
+        previous = index
     return spans
 
 
 def locate_turns(
     text: str, conversation: Conversation, render: Callable[..., str], special_tokens: Collection[str]
 ) -> list[Span]:
-    """Return the spans as `locate_answers` does, for a conversation with tool calls: by rendering it up to each turn, and up to the
-    turn's end.
+    """Return the spans as `locate_answers` does, for a conversation with tool calls, by rendering it up to each turn, with and without it.
 
     Each template prints calls in its own way, so they cannot be searched for as contents can. The texts of the first messages show
     where a turn begins and ends if the whole text begins with them. Rows for which it does not are rejected.
@@ -81,7 +80,7 @@ def locate_turns(
         special_tokens: the texts of the tokenizer's special tokens; a turn ends with at most one of them.
 
     Raises:
-        RowError: the text does not begin with that of a start of the conversation, or the template changes an answer.
+        RowError: the text does not begin with the text of the first messages, or the template changes an answer.
     """
     spans = []
     for index, message in enumerate(conversation.messages):
@@ -90,15 +89,15 @@ def locate_turns(
         before = replace(conversation, messages=conversation.messages[:index])
         after = replace(conversation, messages=conversation.messages[: index + 1])
         try:
-            opened, closed = render(before, add_generation_prompt=True), render(after).rstrip()
+            to_opening, to_end = render(before, add_generation_prompt=True), render(after).rstrip()
         except ConfigError:  # a limit was exceeded
             raise
         except Exception:  # a template is a program and may raise any exception, as for a start that ends with a call
-            opened = closed = ""
-        if not (text.startswith(closed) and closed.startswith(opened) and len(opened) < len(closed)):
+            to_opening = to_end = ""
+        if not (text.startswith(to_end) and to_end.startswith(to_opening) and len(to_opening) < len(to_end)):
             raise RowError(f"tool calls cannot be located in the rendered conversation; {USE_MARKS}")
-        num_ending = max((len(token) for token in special_tokens if closed.endswith(token)), default=0)  # characters
-        start, end = len(opened), len(closed) - num_ending
+        ending_chars = max((len(token) for token in special_tokens if to_end.endswith(token)), default=0)
+        start, end = len(to_opening), len(to_end) - ending_chars
         if not message.get("tool_calls") and message["content"].strip() not in text[start:end]:
             raise _changed_answer(message["content"])
         spans.append((start, end))
@@ -117,10 +116,10 @@ def _changed_answer(content: str) -> RowError:
 def _place_by_ends(
     text: str, messages: Sequence[Message], style: TemplateStyle, ends: Mapping[int, int]
 ) -> dict[int, Span]:
-    """Return the spans of the contents, by the index of their message, given the known places where the contents end (``ends``).
+    """Return the spans of the contents, by the index of their message, given the places where the contents end (``ends``).
 
-    A template may strip a content, or render it as it is. If it changes it in another way, RowError is raised for an answer, and a message
-    of another role is left out.
+    A template may strip a content, or render it as it is. A content that is changed in another way has no span, and raises RowError if it
+    is an answer.
     """
     placed = {}
     for index, end in ends.items():
@@ -139,24 +138,24 @@ def _place_by_ends(
 def _place_by_search(text: str, messages: Sequence[Message], style: TemplateStyle) -> dict[int, Span]:
     """Return the spans of the contents, by the index of their message; raise RowError if an answer could be in several places.
 
-    The contents are placed in order and without overlap, once as early and once as late as possible. An answer that both put at
-    the same place can be nowhere else.
+    The contents are placed in order and without overlap, once as early and once as late as possible. An answer whose earliest and latest
+    place are the same can be nowhere else.
     """
     contents = [_rendered_content(text, message, style.trims) for message in messages]
-    anchors = [index for index, content in enumerate(contents) if content]
-    early, late = _earliest_starts(text, contents, anchors), _latest_starts(text, contents, anchors)
-    for index in anchors:
+    placeable = [index for index, content in enumerate(contents) if content]  # that are in the text
+    early, late = _earliest_starts(text, contents, placeable), _latest_starts(text, contents, placeable)
+    for index in placeable:
         if messages[index]["role"] == "assistant" and early[index] != late[index]:
             raise RowError(
                 f"the assistant's answer {shorten(contents[index])} (message {index + 1}) occurs in several places "
                 f"of the rendered conversation, so its tokens are ambiguous; reword or drop the row, or {USE_MARKS}",
                 shorten(contents[index]),
             )
-    return {index: (early[index], early[index] + len(contents[index])) for index in anchors}
+    return {index: (early[index], early[index] + len(contents[index])) for index in placeable}
 
 
 def _rendered_content(text: str, message: Message, trims: bool) -> str:
-    """Return the content as rendered by the template; empty if it is blank or not found. Raise RowError if an answer is not found."""
+    """Return the content as the template renders it; empty if it is blank or not in the text. Raise RowError for an answer that is not."""
     content: str = message["content"]
     if not content.strip():
         return ""
@@ -170,10 +169,10 @@ def _rendered_content(text: str, message: Message, trims: bool) -> str:
     return ""
 
 
-def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:
-    """Return the start of each anchor, the index of a message, placed as early as possible; raise RowError if one has no place."""
+def _earliest_starts(text: str, contents: list[str], placeable: list[int]) -> dict[int, int]:
+    """Return the start of the content of each message in ``placeable``, as early as possible; raise RowError if one has no place."""
     starts, position = {}, 0
-    for index in anchors:
+    for index in placeable:
         starts[index] = text.find(contents[index], position)
         if starts[index] < 0:
             raise RowError(
@@ -185,10 +184,10 @@ def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict
     return starts
 
 
-def _latest_starts(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:
-    """Return the start of each anchor, placed as late as possible. `_earliest_starts` has shown that all have a place."""
+def _latest_starts(text: str, contents: list[str], placeable: list[int]) -> dict[int, int]:
+    """Return the start of the content of each message in ``placeable``, as late as possible; `_earliest_starts` has placed all of them."""
     starts, limit = {}, len(text)
-    for index in reversed(anchors):
+    for index in reversed(placeable):
         limit = starts[index] = text.rfind(contents[index], 0, limit)
     return starts
 

@@ -17,8 +17,8 @@ class Batch:
         attention_mask: 1 for tokens and 0 for padding; None for packed rows.
         position_ids: positions that restart with each packed row and with the padding; None for other rows.
         labels: token ids of the targets, `IGNORE_INDEX` elsewhere.
-        num_trained: number of targets; the loss of a step is the mean over them. A loss of the user's own gets the step's, of
-            which each of several ranks takes the share that it has of the rows.
+        num_trained: number of targets; the loss of a step is the mean over them. For a user's loss function on one of several
+            ranks, it is the step's number times ``share`` (`horizon_lm.runs.objective.base`).
         num_tokens: number of tokens without padding.
         rows: indices of the rows in their dataset.
         places: origins of the rows, for messages; empty for a stand-in.
@@ -40,7 +40,7 @@ class Batch:
 
     @property
     def is_stand_in(self) -> bool:
-        """True for a row that does not count, which a rank computes that got none."""
+        """True for a row that does not count, computed by a rank that got no rows of the step."""
         return not self.places
 
     @property
@@ -50,7 +50,7 @@ class Batch:
 
     @property
     def all_places(self) -> tuple[str, ...]:
-        """The origins of all rows of the step, those of other ranks, too."""
+        """The origins of all rows of the step, also of the rows of other ranks."""
         return self.places_of_step or self.places
 
     def inputs(self) -> dict[str, Any]:

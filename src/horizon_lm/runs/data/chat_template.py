@@ -21,7 +21,7 @@ from horizon_lm.runs.data.trl_compat import training_template, training_template
 
 
 def with_offsets(tokenizer: Any) -> Any:
-    """Return a tokenizer whose character offsets include leading spaces, as a copy if this one trims them.
+    """Return a tokenizer whose character offsets include leading spaces: this one or, if it trims them, a copy that does not.
 
     Raises:
         ConfigError: the tokenizer reports no character offsets.
@@ -97,13 +97,13 @@ def prints_date(tokenizer: Any) -> bool:
 
 
 def dated(tokenizer: Any, day: str | None) -> dict[str, str]:
-    """Return the options of a tokenizer's ``apply_chat_template`` with which templates print this date; None for that of the clock."""
+    """Return the options of ``apply_chat_template`` with which a tokenizer's templates print ``day``; None for the date of the clock."""
     return {"strftime_now": day} if day is not None and prints_date(tokenizer) else {}
 
 
 _THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
 _WITH_MASK = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"return_offsets_mapping": True}}  # fmt: skip
-_ANSWER = "\u2042"  # a character that occurs in no template
+_SAMPLE_ANSWER = "\u2042"  # a character that occurs in no template
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -147,13 +147,13 @@ class ChatRenderer:
                 "set chat_template_path, for example to the model's instruct version"
             )
         limit_templates()
-        self._tokenizer, self._dated = with_offsets(tokenizer), dated(tokenizer, day)
+        self._tokenizer, self._date_options = with_offsets(tokenizer), dated(tokenizer, day)
         self._trl_template = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
-        self._stripping = stripping_ids(tokenizer)
+        self._stripping_ids = stripping_ids(tokenizer)
         self._special_tokens = tokenizer.convert_ids_to_tokens(self._special_ids.tolist())
         self._styles: dict[str, TemplateStyle] = {}
-        self._blank: dict[int, bool] = {}  # by token
+        self._blank_by_id: dict[int, bool] = {}  # whether a token is whitespace, by its id
 
     def render(self, conversation: Conversation) -> TokenizedConversation:
         """Render a conversation.
@@ -162,40 +162,40 @@ class ChatRenderer:
             RowError: the template rejects the conversation or drops an answer or call, or an answer cannot be located.
         """
         try:
-            found = render_checked(conversation, self.text)
-            return replace(self._tokenize(conversation, found), dropped=found.dropped)
+            rendered = render_checked(conversation, self.text)
+            return replace(self._tokenize(conversation, rendered), dropped=rendered.dropped)
         except (RowError, ConfigError):  # a template that exceeds a limit would do so in every row
             raise
         except Exception as error:  # a template is a program and may raise any exception
             raise RowError(f"the chat template rejects this row: {first_line(error)}") from error
 
-    def _tokenize(self, conversation: Conversation, found: RenderedConversation) -> TokenizedConversation:
+    def _tokenize(self, conversation: Conversation, rendered: RenderedConversation) -> TokenizedConversation:
         """Return the tokens of a rendered conversation. The assistant's tokens are found by the generation marks of the model's template;
-        if it has none, by those of TRL's template, if that renders the same text; else by locating the answers in the text.
+        if it has none, by the marks of TRL's template, if that renders the same text; else by locating the answers in the text.
         """
-        if self._has_generation_marks(found.conversation):
-            return self._tokenize_with_marks(found.conversation, None)
+        if self._has_generation_marks(rendered.conversation):
+            return self._tokenize_with_marks(rendered.conversation, None)
         # TRL's template may expect tool arguments in a different form from the model's own.
         for variant in argument_variants(conversation) if self._trl_template is not None else ():
-            if self._training_template_matches(variant, found.text):
+            if self._training_template_matches(variant, rendered.text):
                 return self._tokenize_with_marks(variant, self._trl_template)
         try:
-            spans = self._locate(found)
+            spans = self._assistant_spans(rendered)
         except RowError as error:
-            raise RowError(f"{error}{self._hint_at_trl_template()}", error.content) from error
-        return self._tokenize_with_spans(found.text, spans)
+            raise RowError(f"{error}{self._trl_template_hint()}", error.content) from error
+        return self._tokenize_with_spans(rendered.text, spans)
 
-    def _locate(self, found: RenderedConversation) -> list[Span]:
+    def _assistant_spans(self, rendered: RenderedConversation) -> list[Span]:
         """Return the character spans of the assistant's turns in a rendered conversation, without their end-of-turn tokens."""
-        style = self._template_style(found.conversation)
-        if not any(message.get("tool_calls") for message in found.conversation.messages):
-            return locate_answers(found.text, found.messages, style, found.ends)
+        style = self._template_style(rendered.conversation)
+        if not any(message.get("tool_calls") for message in rendered.conversation.messages):
+            return locate_answers(rendered.text, rendered.messages, style, rendered.ends)
         if not style.opening:  # the header of a turn cannot be told from what the assistant generates
             raise RowError(f"tool calls cannot be located in the rendered conversation; {USE_MARKS}")
-        return locate_turns(found.text, found.conversation, self._text_before_thinking, self._special_tokens)
+        return locate_turns(rendered.text, rendered.conversation, self._text_before_thinking, self._special_tokens)
 
-    def _hint_at_trl_template(self) -> str:
-        """Return the hint at TRL's template with generation marks, which renders a row in another way; empty if there is none."""
+    def _trl_template_hint(self) -> str:
+        """Return the hint at TRL's template with generation marks, for a row that it renders differently; empty without a file of it."""
         file = None if self._trl_template is None else training_template_file(self._trl_template)
         return f", such as TRL's, which renders this row differently: set chat_template_path: {file}" if file else ""
 
@@ -215,8 +215,8 @@ class ChatRenderer:
         return str(self._apply(conversation, tokenize=False, **options))
 
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
-        """Apply the chat template of transformers to a conversation with its own options, of which ``options`` replace some."""
-        options = {**conversation.template_options, **self._dated, **options, "tools": conversation.tools}
+        """Apply the chat template to a conversation with the conversation's own options; ``options`` replace options of the same name."""
+        options = {**conversation.template_options, **self._date_options, **options, "tools": conversation.tools}
         return self._tokenizer.apply_chat_template(conversation.messages, **options)
 
     def _has_generation_marks(self, conversation: Conversation) -> bool:
@@ -231,34 +231,34 @@ class ChatRenderer:
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
         _complete_last_characters(assistant, np.array(encoded["offset_mapping"]))
         assistant &= ~_empty_answer_mask(assistant, conversation.messages)
-        return self._with_ends(ids, assistant)
+        return self._find_ends(ids, assistant)
 
-    def _with_ends(self, ids: np.ndarray, assistant: np.ndarray, unended: Iterable[int] = ()) -> TokenizedConversation:
-        """Return the tokens of a conversation with the ends of its answers. The end is the last token of an answer that is not whitespace, if
-        it is a special one; further special tokens before it belong to the ending, too, so they are not ``inner`` ones.
+    def _find_ends(self, ids: np.ndarray, assistant: np.ndarray, unended: Iterable[int] = ()) -> TokenizedConversation:
+        """Return the tokens of a conversation with the ends of its answers. The end is the last token of an answer that is not whitespace,
+        if it is a special token; special tokens right before it belong to the ending, too, so they are not ``inner``.
 
         ``unended``: the last tokens of answers that are known to lack an end.
         """
         is_special = np.isin(ids, self._special_ids)
         is_followed = np.append(assistant[1:], False)  # by another token of the same answer
-        ends, closing, lacking = list[int](), np.zeros(len(ids), dtype=bool), [*unended]
-        for end in map(int, np.flatnonzero(assistant & ~is_followed)):
-            last, found = end, list[int]()
-            while last >= 0 and assistant[last] and (is_special[last] or self._is_blank(int(ids[last]))):
-                found += [last] if is_special[last] else []
-                last -= 1
-            closing[found] = True
-            ends += found[:1]
-            lacking += [] if found else [end]
-        inner = frozenset(ids[assistant & is_special & ~closing].tolist())
-        ended = np.array([] if lacking else ends, dtype=np.int64)
-        return TokenizedConversation(ids, assistant, min(lacking, default=None), ended, inner)
+        ends, in_ending, without_end = list[int](), np.zeros(len(ids), dtype=bool), [*unended]
+        for last in map(int, np.flatnonzero(assistant & ~is_followed)):
+            index, special = last, list[int]()
+            while index >= 0 and assistant[index] and (is_special[index] or self._is_blank(int(ids[index]))):
+                special += [index] if is_special[index] else []
+                index -= 1
+            in_ending[special] = True
+            ends += special[:1]
+            without_end += [] if special else [last]
+        inner = frozenset(ids[assistant & is_special & ~in_ending].tolist())
+        known_ends = np.array([] if without_end else ends, dtype=np.int64)
+        return TokenizedConversation(ids, assistant, min(without_end, default=None), known_ends, inner)
 
     def _is_blank(self, token: int) -> bool:
         """Return whether a token is whitespace."""
-        if token not in self._blank:
-            self._blank[token] = not self._tokenizer.decode([token]).strip()
-        return self._blank[token]
+        if token not in self._blank_by_id:
+            self._blank_by_id[token] = not self._tokenizer.decode([token]).strip()
+        return self._blank_by_id[token]
 
     def _tokenize_with_spans(self, text: str, spans: list[Span]) -> TokenizedConversation:
         """Tokenize a rendered text whose answers are given as character spans."""
@@ -266,7 +266,7 @@ class ChatRenderer:
         ids, offsets = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
         assistant, unended = np.zeros(len(ids), dtype=bool), list[int]()
         for start, end in spans:
-            inside = (offsets[:, 0] < end) & reaches_behind(start, ids, offsets, self._stripping)
+            inside = (offsets[:, 0] < end) & reaches_behind(start, ids, offsets, self._stripping_ids)
             assistant |= inside
             end_token = self._end_of_turn(text, ids, offsets, end)
             last = int(np.flatnonzero(inside)[-1]) if inside.any() else None
@@ -274,10 +274,10 @@ class ChatRenderer:
                 unended.append(0 if last is None else last)
             elif last is not None:
                 assistant[last : end_token + 1] = True  # and spaces between them
-        return self._with_ends(ids, assistant, unended)
+        return self._find_ends(ids, assistant, unended)
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
-        """Return the index of the special token that follows the character ``end``, directly or after spaces; None without any."""
+        """Return the index of the special token that ends a turn, or of EOS right behind it; None unless only spaces are before it."""
         is_visible = offsets[:, 1] > offsets[:, 0]
         after = np.flatnonzero((offsets[:, 0] >= end) & is_visible & np.isin(ids, self._special_ids))
         if not len(after):
@@ -288,7 +288,7 @@ class ChatRenderer:
             return None
         end_of_sequence = self._tokenizer.eos_token_id  # which may follow directly, as in Command R7B
         is_followed = ids[first] != end_of_sequence and ids[first + 1 : first + 2].tolist() == [end_of_sequence]
-        return first + is_followed
+        return first + is_followed  # the index of EOS if that follows
 
     def _template_style(self, conversation: Conversation) -> TemplateStyle:
         """Return the style of the template with a conversation's options, which is found once for each set of options."""
@@ -305,22 +305,22 @@ class ChatRenderer:
             messages = [{"role": role, "content": content} for role, content in turns]
             return self.text(Conversation(messages, template_options=template_options), **options)
 
-        padded = f"\n\n {_ANSWER} \n\n"  # an answer that a template may strip
+        padded = f"\n\n {_SAMPLE_ANSWER} \n\n"  # an answer that a template may strip
         try:
             prompt, prompt_with_opening = render("?"), render("?", add_generation_prompt=True)
-            trims = render("?", padded, "?", padded) == render("?", _ANSWER, "?", _ANSWER)
+            trims = render("?", padded, "?", padded) == render("?", _SAMPLE_ANSWER, "?", _SAMPLE_ANSWER)
         except ConfigError:  # a limit was exceeded
             raise
         except Exception:  # a template is a program and may raise anything, as for want of a system message
             return TemplateStyle()
-        starts_alike = prompt_with_opening.startswith(prompt)
-        opening = prompt_with_opening.removeprefix(prompt) if starts_alike else ""
+        extends_prompt = prompt_with_opening.startswith(prompt)
+        opening = prompt_with_opening.removeprefix(prompt) if extends_prompt else ""
         # A thinking block opened by the template is part of the answer, since the model has to generate it.
         return TemplateStyle(_THINKING.sub("", opening), trims)
 
 
 def _complete_last_characters(assistant: np.ndarray, offsets: np.ndarray) -> None:
-    """Add all tokens of the last character of each answer to transformers' mask (T,), which has the first. ``offsets``: (T, 2)."""
+    """Add the other tokens of each answer's last character to transformers' mask (T,), which has the first only. ``offsets``: (T, 2)."""
     for last in np.flatnonzero(assistant[:-1] & ~assistant[1:]):
         start, end = offsets[last]
         while last + 1 < len(assistant) and start <= offsets[last + 1, 0] < end:
@@ -330,7 +330,7 @@ def _complete_last_characters(assistant: np.ndarray, offsets: np.ndarray) -> Non
 
 def _empty_answer_mask(assistant: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
     """Return the mask of the tokens of empty answers, from which a model would learn to end its turn immediately. Raise RowError if
-    there are some, and the template does not mark one part of the text for each answer.
+    an answer is empty, and the template does not mark one part of the text for each answer.
     """
     has_contents = [has_content(message) for message in messages if message["role"] == "assistant"]
     if all(has_contents):

@@ -17,7 +17,7 @@ _EMPTY_THINKING = ("<think></think>", "<think>\n</think>", "<think>\n\n</think>"
 
 def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
     """Return the findings in the rows of a report, before packing; errors come first."""
-    doubled, thinking = _count_in_tokens(report.rows.parts, tokenizer)
+    doubled, thinking = _count_doubled_bos_and_empty_thinking(report.rows.parts, tokenizer)
     findings = [
         Finding(
             "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text", doubled,
@@ -68,41 +68,38 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
 
 
 def left_out(report: Report) -> list[Finding]:
-    """Return the findings of rows that are not used, because nothing can be learned from what is left of them after truncation.
-
-    Each row is in one of them.
-    """
-    same = "neither is preferred; raise max_length if they differ behind it, or remove them"
+    """Return the findings of rows that are not used, because they teach nothing after truncation; each row is in one finding."""
+    remedy = "neither is preferred; raise max_length if they differ behind it, or remove them"
     return [
         without_answer(report.flagged[RowFlag.NO_ANSWER]),
         cut_before_answer(report.flagged[RowFlag.CUT_ANSWER]),
         Finding(
-            "have the same chosen and rejected answer", same, report.flagged[RowFlag.SAME_ANSWERS], leaves_out=True
+            "have the same chosen and rejected answer", remedy, report.flagged[RowFlag.SAME_ANSWERS], leaves_out=True
         ),
     ]
 
 
-def _count_in_tokens(parts: Sequence[Part], tokenizer: Any) -> tuple[ExampleCounts, ExampleCounts]:
+def _count_doubled_bos_and_empty_thinking(parts: Sequence[Part], tokenizer: Any) -> tuple[ExampleCounts, ExampleCounts]:
     """Count the rows that begin with two begin-of-sequence tokens, and those that train on an empty thinking block."""
     doubled, thinking = ExampleCounts(), ExampleCounts()
     patterns = _empty_thinking(tokenizer)
     for part in parts:
         for indices, ends, ids, trained in part.chunks():
-            doubled.add(indices[_begins_twice(ids, ends, tokenizer.bos_token_id)], part.place)
-            thinking.add(indices[_has_trained(ids, trained, ends, patterns)], part.place)
+            doubled.add(indices[_begins_with_two_bos(ids, ends, tokenizer.bos_token_id)], part.place)
+            thinking.add(indices[_trains_on(ids, trained, ends, patterns)], part.place)
     return doubled, thinking
 
 
 def _count_copies(parts: Sequence[Part]) -> ExampleCounts:
     """Count the rows that are copies of earlier ones, in any dataset."""
     copies = ExampleCounts()
-    for part, is_copy in zip(parts, _copies([part.row_hashes() for part in parts]), strict=True):
+    for part, is_copy in zip(parts, _copy_masks([part.row_hashes() for part in parts]), strict=True):
         copies.add(part.indices[is_copy], part.place)
     return copies
 
 
 def _untemplated(report: Report) -> Finding:
-    """Return the finding of prompts and answers that are text, with the forms that the chat template is applied to."""
+    """Return the finding of prompts and answers that are text, which the chat template is not applied to, with the remedy."""
     fields, remedy = "prompt and completion", "write them as messages, or rename the fields to instruction and output"
     if any(part.num_sequences == 2 for part in report.rows.parts):  # preferences
         fields = "prompt, chosen and rejected"
@@ -118,19 +115,19 @@ def check_lengths(rows: TokenTable, positions: Positions | None) -> list[Finding
     """Return a finding if sequences are longer than the positions of a model; it is an error if each position is a row of a table."""
     if positions is None:
         return []
-    long = ExampleCounts()
+    too_long = ExampleCounts()
     for part in rows.parts:
-        long.add(part.indices[part.longest[part.indices] > positions.number], part.place)
-    other = "" if positions.is_table else ", or extend its positions in config.json (rope_parameters)"
+        too_long.add(part.indices[part.longest[part.indices] > positions.number], part.place)
+    alternative = "" if positions.is_table else ", or extend its positions in config.json (rope_parameters)"
     reason = "has no more" if positions.is_table else "was not made for such lengths"
-    remedy = f"it {reason}; set max_length: {positions.number}{other}"
+    remedy = f"it {reason}; set max_length: {positions.number}{alternative}"
     problem = f"are longer than the model's {positions.number:,} positions"
-    found = Finding(problem, remedy, long, is_error=positions.is_table)
-    return [found] if long.count else []
+    found = Finding(problem, remedy, too_long, is_error=positions.is_table)
+    return [found] if too_long.count else []
 
 
 def check_overlap(eval_rows: TokenTable, training: TokenTable, length: int | None = None) -> list[Finding]:
-    """Return a finding if eval rows, which are cut to ``length`` tokens, are also training rows, or the beginnings of such."""
+    """Return a finding if eval rows, which are cut to ``length`` tokens, are training rows, too, or the beginnings of training rows."""
     training_hashes = np.concatenate([part.row_hashes(length) for part in training.parts])
     shared = ExampleCounts()
     for part in eval_rows.parts:
@@ -139,7 +136,7 @@ def check_overlap(eval_rows: TokenTable, training: TokenTable, length: int | Non
     return [Finding("are also trained on", remedy, shared)] if shared.count else []
 
 
-def _begins_twice(ids: np.ndarray, ends: np.ndarray, bos: int | None) -> np.ndarray:
+def _begins_with_two_bos(ids: np.ndarray, ends: np.ndarray, bos: int | None) -> np.ndarray:
     """Return for each row whether it begins with two begin-of-sequence tokens, bool (n,). Each row has a token; see `Part.chunks`."""
     if bos is None or not len(ids):
         return np.zeros(len(ends), dtype=bool)
@@ -156,28 +153,28 @@ def _empty_thinking(tokenizer: Any) -> list[np.ndarray]:
     return [np.array(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _EMPTY_THINKING]
 
 
-def _has_trained(ids: np.ndarray, trained: np.ndarray, ends: np.ndarray, patterns: Sequence[np.ndarray]) -> np.ndarray:
-    """Return for each row whether it contains one of the patterns with all of its tokens as targets, bool (n,); see `Part.chunks`."""
+def _trains_on(ids: np.ndarray, trained: np.ndarray, ends: np.ndarray, patterns: Sequence[np.ndarray]) -> np.ndarray:
+    """Return for each row whether it has one of the patterns with all of its tokens as targets, bool (n,); see `Part.chunks`."""
     found = np.zeros(len(ends), dtype=bool)
     for pattern in patterns:
-        count = len(ids) - len(pattern) + 1  # positions at which it could begin
-        if count <= 0:
+        num_positions = len(ids) - len(pattern) + 1  # positions at which it could begin
+        if num_positions <= 0:
             continue
-        matches = np.ones(count, dtype=bool)
+        matches = np.ones(num_positions, dtype=bool)
         for offset, token in enumerate(pattern):
-            matches &= (ids[offset : offset + count] == token) & trained[offset : offset + count]
-        found[list(_rows_of(np.flatnonzero(matches), len(pattern), ends))] = True
+            matches &= (ids[offset : offset + num_positions] == token) & trained[offset : offset + num_positions]
+        found[list(_rows_with_whole(np.flatnonzero(matches), len(pattern), ends))] = True
     return found
 
 
-def _rows_of(positions: np.ndarray, length: int, ends: np.ndarray) -> Iterator[int]:
-    """Yield the rows that contain a whole sequence of ``length`` tokens at one of the positions; others reach into the next row."""
-    first = np.searchsorted(ends, positions, side="right")
-    last = np.searchsorted(ends, positions + length - 1, side="right")
-    yield from np.unique(first[first == last]).tolist()
+def _rows_with_whole(positions: np.ndarray, length: int, ends: np.ndarray) -> Iterator[int]:
+    """Yield each row that has all of the ``length`` tokens from one of the positions on; other sequences reach into the next row."""
+    first_rows = np.searchsorted(ends, positions, side="right")
+    last_rows = np.searchsorted(ends, positions + length - 1, side="right")
+    yield from np.unique(first_rows[first_rows == last_rows]).tolist()
 
 
-def _copies(hashes: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _copy_masks(hashes: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return for each row of each dataset whether an earlier row has the same hash."""
     all_hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *hashes])
     _, first_places = np.unique(all_hashes, return_index=True)

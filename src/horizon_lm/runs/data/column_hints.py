@@ -20,12 +20,12 @@ _WORDS = {  # in the names of fields, by their meaning
     "prompt": ("prompt", "question", "instruction", "query", "input", "user", "human", "problem", "request"),
     "text": ("text", "content", "document", "article"),
 }  # fmt: skip
-_KNOWN = {each: meaning for meaning, words in _WORDS.items() for word in words for each in (word, word + "s")}
+_MEANING_OF_WORD = {each: meaning for meaning, words in _WORDS.items() for word in words for each in (word, word + "s")}
 _METADATA = {
     "id", "uuid", "url", "source", "category", "language", "lang", "date", "timestamp", "topic", "type", "name", "split",
     "model", "author", "license", "score", "label", "meta", "metadata",
 }  # fmt: skip
-_MEANINGS = {
+_MEANING_OF_FIELD = {
     "question": "prompt", "instruction": "prompt", "prompt": "prompt", "input": "context", "system": "system", "text": "text",
     "answer": "answer", "output": "answer", "completion": "answer", "chosen": "chosen", "rejected": "rejected",
 }  # fmt: skip
@@ -41,7 +41,7 @@ def suggest_columns(
     formats: Iterable[tuple[Sequence[str], Collection[str]]],
     usual: Sequence[str],
 ) -> dict[str, str]:
-    """Return the columns with which a row has one of some formats, expected names first; empty if none is likely.
+    """Return the setting ``columns`` that gives a row the likeliest format; empty if none is likely.
 
     Args:
         row: a row that has none of the formats.
@@ -51,14 +51,14 @@ def suggest_columns(
     best: dict[str, str] = {}
     best_rank = (-1, 0, 0, False)  # below that of any format
     for required, optional in formats:
-        columns = _columns(row, required, optional)
+        columns = _columns_for(row, required, optional)
         if columns is None:
             continue
-        own = sum(field in row for field in (*required, *optional))
-        misspelled = sum(len(_similar(theirs.casefold(), [ours])) for ours, theirs in columns.items())
-        meant = sum(_is_meant(theirs, ours) for ours, theirs in columns.items())
-        # Best are formats of which the row has most fields, then those with the likelier names, then the usual one.
-        rank = (own, misspelled, meant, tuple(required) == tuple(usual))
+        num_present = sum(field in row for field in (*required, *optional))
+        num_spellings = sum(len(_closest(theirs.casefold(), [ours])) for ours, theirs in columns.items())
+        num_meant = sum(_may_mean(theirs, ours) for ours, theirs in columns.items())
+        # The best format has most of its fields in the row, then most names that are spellings or synonyms, then is the usual one.
+        rank = (num_present, num_spellings, num_meant, tuple(required) == tuple(usual))
         if rank > best_rank:
             best, best_rank = columns, rank
     return best
@@ -75,11 +75,11 @@ def as_setting(columns: Mapping[str, str]) -> str:
 
 def field_for(row: Mapping[str, Any], expected: str) -> str | None:
     """Return the field of a row whose name has the meaning of an expected one; None if there is none."""
-    return next((name for name, value in row.items() if _is_meant(name, expected) and _fits(value, expected)), None)
+    return next((name for name, value in row.items() if _may_mean(name, expected) and _fits(value, expected)), None)
 
 
-def _columns(row: Mapping[str, Any], required: Sequence[str], optional: Collection[str]) -> dict[str, str] | None:
-    """Return the row's own names by expected ones, so that it has all required fields; None if too few could be renamed."""
+def _columns_for(row: Mapping[str, Any], required: Sequence[str], optional: Collection[str]) -> dict[str, str] | None:
+    """Return the row's own names by the expected ones that give it all required fields; None if too few could be renamed."""
     free = {name: value for name, value in row.items() if name not in required and name not in optional}
     columns: dict[str, str] = {}
     missing = [field for field in required if field not in row]
@@ -100,20 +100,20 @@ def _columns(row: Mapping[str, Any], required: Sequence[str], optional: Collecti
     return columns
 
 
-def _is_meant(name: str, expected: str) -> bool:
-    """Return whether a field's name has the meaning of an expected one. A list of messages may have any name: `_fits` knows it by its value."""
-    return expected in _LISTS or _meaning(name) == _MEANINGS.get(expected, "")
+def _may_mean(name: str, expected: str) -> bool:
+    """Return whether a field's name has an expected meaning. A list of messages may have any name: its value decides."""
+    return expected in _LISTS or _meaning(name) == _MEANING_OF_FIELD.get(expected, "")
 
 
 def _fits(value: Any, expected: str) -> bool:
     """Return whether a value is of a type that an expected field may have: text, or messages."""
-    first = value[0] if isinstance(value, list) and value else value
-    key = None  # that of the speaker, if the value is a message or a list of messages
-    if isinstance(first, Mapping):
-        key = next((key for key in ("role", "from") if key in first), None)
+    first_entry = value[0] if isinstance(value, list) and value else value
+    speaker_key = None  # the key of the speaker, if the value is a message or a list of messages
+    if isinstance(first_entry, Mapping):
+        speaker_key = next((key for key in ("role", "from") if key in first_entry), None)
     if expected in _LISTS:
-        return isinstance(value, list) and key == _LISTS[expected]
-    return isinstance(value, str) or (key is not None and expected in _TEXT_OR_MESSAGES)
+        return isinstance(value, list) and speaker_key == _LISTS[expected]
+    return isinstance(value, str) or (speaker_key is not None and expected in _TEXT_OR_MESSAGES)
 
 
 def _meaning(name: str) -> str | None:
@@ -122,7 +122,7 @@ def _meaning(name: str) -> str | None:
     words = [word for word in re.split(r"[\W_\d]+", name) if word]
     if name in _METADATA or words[-1:] in (["id"], ["url"]):
         return "metadata"
-    found = {_KNOWN[known] for word in words for known in _similar(word, _KNOWN)}
+    found = {_MEANING_OF_WORD[known] for word in words for known in _closest(word, _MEANING_OF_WORD)}
     for meaning in ("rejected", "chosen", "system"):  # as in rejected_answer
         if meaning in found:
             return meaning
@@ -133,6 +133,6 @@ def _meaning(name: str) -> str | None:
     return next(iter(found), None)
 
 
-def _similar(word: str, known: Iterable[str]) -> list[str]:
-    """Return a list of the known word that a word is a spelling of; an empty list if there is none."""
+def _closest(word: str, known: Iterable[str]) -> list[str]:
+    """Return a list of the known word that is closest to ``word`` in spelling; an empty list if none is close."""
     return difflib.get_close_matches(word, list(known), n=1, cutoff=_SAME_WORD)

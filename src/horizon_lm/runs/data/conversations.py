@@ -104,7 +104,7 @@ def read_messages(row: Mapping[str, Any], name: str) -> list[Message]:
 
 
 def _message(entry: Any, where: str) -> Message:
-    """Return a message of a row in the form of chat templates; raise RowError, naming ``where``, if it is none."""
+    """Return a message of a row in the form of chat templates; raise RowError, naming ``where``, if it is malformed."""
     if not isinstance(entry, Mapping):
         raise RowError(f"{where} must be {{role, content}}, but is {describe_type(entry)}")
     entry = {key: value for key, value in entry.items() if value is not None}
@@ -151,7 +151,7 @@ def _content(entry: Mapping[str, Any], where: str) -> str:
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:
-    """Return calls in OpenAI's form, and parse arguments that are JSON text. Raise RowError, naming ``where``, for others."""
+    """Return calls in OpenAI's form, with arguments in JSON text parsed. Raise RowError, naming ``where``, if they are malformed."""
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
         raise RowError(f"{where} must be a list of calls, but is {describe_type(value)}")
     calls = []
@@ -162,8 +162,8 @@ def _tool_calls(value: Any, where: str) -> list[Any]:
         function = dict(function)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = _json(function["arguments"], f"{where}: arguments of {function['name']}")
-        others = {key: each for key, each in call.items() if key not in function}  # such as the call's id
-        calls.append({**others, "type": "function", "function": function})
+        further = {key: each for key, each in call.items() if key not in function}  # such as the call's id
+        calls.append({**further, "type": "function", "function": function})
     return calls
 
 
@@ -183,7 +183,7 @@ def _convert_sharegpt(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _json(text: str, where: str) -> Any:
-    """Return the value of a JSON text; raise RowError, naming ``where``, if it is none."""
+    """Return the value of a JSON text; raise RowError, naming ``where``, if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -201,7 +201,7 @@ def has_content(message: Message) -> bool:
 
 
 def has_answer(example: Example) -> bool:
-    """Return whether an example has a text, a completion or an answer of the assistant that is not blank; of a preference, both answers."""
+    """Return whether an example has a text, a completion or an assistant's answer that is not blank; a preference needs two answers."""
     if isinstance(example, Preference):
         return has_answer(example.chosen) and has_answer(example.rejected)
     if isinstance(example, Conversation):

@@ -37,12 +37,12 @@ class Finding:
 
 
 def describe(findings: Iterable[Finding]) -> list[str]:
-    """Return a text for each finding; a remedy stands only in the first text of those that share it."""
-    said: set[str] = set()
+    """Return a text for each finding; of findings with the same remedy, only the first text has it."""
+    shown: set[str] = set()
     texts = []
     for each in findings:
-        texts.append(each.summary if each.remedy in said else str(each))
-        said.add(each.remedy)
+        texts.append(each.summary if each.remedy in shown else str(each))
+        shown.add(each.remedy)
     return texts
 
 
@@ -58,7 +58,7 @@ def cut_before_answer(rows: ExampleCounts) -> Finding:
 
 
 def no_row_left(name: str, findings: Iterable[Finding]) -> DataError:
-    """Return the error of data that has no row left. ``name``: `TRAINING`, or that of an eval set."""
+    """Return the error of data that has no row left. ``name``: `TRAINING`, or the name of an eval set."""
     use = "train on" if name == TRAINING else "evaluate"
     causes = [f"{each.summary}; {each.remedy}" for each in findings if each.leaves_out]
     return DataError(f"{name}: no row is left to {use}: {'; '.join(causes)}")

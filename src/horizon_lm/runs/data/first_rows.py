@@ -24,12 +24,12 @@ class _Rows:
     Attributes:
         config: the entry of ``datasets``.
         num_read: the number of rows that were read.
-        may_have_answer: a row has an answer, or it cannot be told.
+        may_have_answer: a row has an answer, or may have one that this check cannot find.
     """
 
     def __init__(self, config: DatasetConfig, names: list[str]) -> None:
-        self.config, self._places = config, dict[int, str]()
-        self.num_read, self.may_have_answer, self._last = 0, False, ""
+        self.config, self._invalid_places = config, dict[int, str]()
+        self.num_read, self.may_have_answer, self._last_place = 0, False, ""
         self._rows = islice(chain.from_iterable(map(read_rows, names)), config.max_samples)
         self._first = list(islice(self._rows, ROWS_INSPECTED))
         if not self._first:
@@ -43,13 +43,13 @@ class _Rows:
         return self._first[index][1]
 
     def place(self, index: int) -> str:
-        """Return the place of an invalid row, of the last one that was read, or of the first one. No others are kept, or asked for."""
-        return self._places.get(index, self._last if index == self.num_read - 1 else self._first[0][0])
+        """Return the place of an invalid row, of the row read last, or else of the first row; others are neither kept nor asked for."""
+        return self._invalid_places.get(index, self._last_place if index == self.num_read - 1 else self._first[0][0])
 
-    def _read(self) -> Iterator[tuple[str, Any]]:
-        """Yield the places and the values of the first rows, and of others as long as all are needed."""
+    def _rows_needed(self) -> Iterator[tuple[str, Any]]:
+        """Yield the places and values of the first rows, then of further ones while a row is invalid or none may have an answer."""
         yield from self._first
-        while self._places or not self.may_have_answer:
+        while self._invalid_places or not self.may_have_answer:
             row = next(self._rows, None)
             if row is None:
                 return
@@ -57,9 +57,9 @@ class _Rows:
 
     def faults(self, row_format: RowFormat, objective: str) -> Iterator[tuple[int, str, str]]:
         """Yield the index, the fault and the message of each invalid row. Update ``num_read``, ``may_have_answer`` and the known places."""
-        for index, (place, row) in enumerate(self._read()):
-            self.num_read, self._last = index + 1, place
-            # TRL finds the prompt of preferences, and transformers knows the options of a template.
+        for index, (place, row) in enumerate(self._rows_needed()):
+            self.num_read, self._last_place = index + 1, place
+            # Not checked: it takes TRL to find the prompt of preferences, and transformers to know the options of a template.
             if objective == "dpo" or (isinstance(row, dict) and row.get("chat_template_kwargs")):
                 self.may_have_answer = True
                 continue
@@ -67,11 +67,11 @@ class _Rows:
                 example = read_example(row, self.config, row_format, objective)
                 self.may_have_answer = self.may_have_answer or has_answer(example)
             except RowError as error:
-                self._places[index] = place
+                self._invalid_places[index] = place
                 yield index, error.fault, str(error)
 
     def counts(self) -> ExampleCounts:
-        """Return the rows that were read."""
+        """Return the number of rows that were read, with the places of the first ones."""
         rows = ExampleCounts()
         rows.add(np.arange(self.num_read), self.place)
         return rows
@@ -80,8 +80,8 @@ class _Rows:
 def check_first_rows(config: DatasetConfig, objective: str, name: str | None = None) -> None:
     """Raise DataError if the files of an entry of ``datasets`` are of no known type, or some of their first rows are invalid.
 
-    Rows of other files than JSON, of a ``split`` and on the hub are not checked. ``name``: the name of the data in messages if this is its
-    only entry, so that DataError is raised, too, if no row has an answer; else None.
+    Rows of other files than JSON, of a ``split`` and on the hub are not checked. ``name``: the name in messages of data whose only entry
+    this is, for which it is also an error that no row has an answer; None for one of several entries.
     """
     splits = find_files(config)
     if splits is None or config.split is not None:

@@ -35,8 +35,8 @@ def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache:
 
     if chained := next((file for file in files if "::" in str(file)), None):
         raise DataError(f"{chained}: names with '::' are addresses inside of others to datasets; rename the file")
-    names = [glob.escape(str(file)) for file in files]  # of this file alone, not a pattern for others
-    with _readable(config, files):
+    names = [glob.escape(str(file)) for file in files]  # so that no name is a pattern for other files
+    with _raising_data_error(config, files):
         builder = datasets.load_dataset_builder(
             reader, data_files={"train": names}, cache_dir=str(cache), **_reader_options(config, reader, files)
         )
@@ -47,7 +47,7 @@ def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache:
     # pandas interprets surplus leading fields as an index
     if any(name.startswith("__index_level_") for name in table.column_names):
         raise DataError(f"{config.path}: rows have more fields than the header; quote texts that contain commas")
-    table = _undecoded(config, table)
+    table = _without_decoding(config, table)
     if reader == "text":
         return table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
     return table
@@ -79,25 +79,25 @@ def read_hub(config: DatasetConfig) -> Any:
     """
     import datasets
 
-    wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
-    with _readable(config):
+    selection = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
+    with _raising_data_error(config):
         with _limited_cards(config.path), _own_files_only(config):
             builder = datasets.load_dataset_builder(
-                config.path, **{key: value for key, value in wanted.items() if value}
+                config.path, **{key: value for key, value in selection.items() if value}
             )
-        reader = type(builder).__module__.split(".")[-1]
+        reader = type(builder).__module__.split(".")[-1]  # `datasets` has a module for each of its readers
         if reader not in _READERS:
             raise DataError(
                 f"{config.path}: files that are read as {reader} are not supported; use {', '.join(_READERS)}"
             )
         builder.download_and_prepare()
         table = builder.as_dataset(config.split or "train")
-    return _undecoded(config, table)
+    return _without_decoding(config, table)
 
 
 @contextmanager
-def _readable(config: DatasetConfig, files: Sequence[Path] = ()) -> Iterator[None]:
-    """Context manager: raise DataError for any error of a reader of ``files``, or of the hub, which has no ``files``."""
+def _raising_data_error(config: DatasetConfig, files: Sequence[Path] = ()) -> Iterator[None]:
+    """Context manager: raise DataError in place of any error of a reader of ``files`` or, without ``files``, of the hub."""
     try:
         yield
     except HorizonError:
@@ -172,7 +172,7 @@ def _limited_cards(place: str) -> Iterator[None]:
 def _replaced(module: Any, name: str, check: Callable[..., Any], errors: list[DataError]) -> Iterator[None]:
     """Context manager: replace a function of a package by ``check``, and raise the first of ``errors`` afterwards.
 
-    The check adds what it raises to ``errors``, because `datasets` catches it, and goes on with an older copy in its cache.
+    The check adds each error that it raises to ``errors``, because `datasets` catches it, and goes on with an older copy in its cache.
     """
     original = getattr(module, name)
     setattr(module, name, check)
@@ -188,19 +188,19 @@ def _replaced(module: Any, name: str, check: Callable[..., Any], errors: list[Da
 
 
 def _declared_features(reader: str, files: Sequence[Path]) -> Any:
-    """Return the features that the first file declares, or those of its types if the declaration makes no sense.
+    """Return the features that the first file declares, or the features of its column types if the declaration makes no sense.
 
-    A column that has no value in it has the type of the first file in which it has one.
+    A column without any value in that file has the type of the first file in which it has a value.
     """
     import datasets
 
     schema = _read_schema(reader, files[0])
     for file in files[1:]:
-        unknown = [number for number, field in enumerate(schema) if _lacks_type(field.type)]
-        if not unknown:
+        untyped = [number for number, field in enumerate(schema) if _lacks_type(field.type)]
+        if not untyped:
             break
         other = _read_schema(reader, file)
-        for number in unknown:
+        for number in untyped:
             if (field := schema.field(number)).name in other.names:
                 schema = schema.set(number, other.field(field.name))
     try:
@@ -210,7 +210,7 @@ def _declared_features(reader: str, files: Sequence[Path]) -> Any:
 
 
 def _lacks_type(arrow_type: Any) -> bool:
-    """Return whether a type of Arrow, or one inside of it, is that of values that are all null."""
+    """Return whether a type of Arrow, or one inside of it, is the null type of columns without any value."""
     import pyarrow
 
     inner = (arrow_type.field(number).type for number in range(arrow_type.num_fields))
@@ -253,7 +253,7 @@ def _as_stored(feature: Any) -> Any:
     return datasets.Features.from_arrow_schema(schema)["column"]
 
 
-def _undecoded(config: DatasetConfig, table: Any) -> Any:
+def _without_decoding(config: DatasetConfig, table: Any) -> Any:
     """Return a `datasets.Dataset` whose columns are read as they are stored; raise DataError if some hold no text."""
     import datasets
 
@@ -274,7 +274,7 @@ def _require_text(config: DatasetConfig, features: Any) -> None:
 
 
 def _decoded_kind(feature: Any) -> str | None:
-    """Return the name of a type in a feature that `datasets` decodes into something else than plain values; None if there is none."""
+    """Return the name of a type in a feature that `datasets` would decode into something else than plain values; None if there is none."""
     parts: list[Any] = []
     if isinstance(feature, dict):
         parts += feature.values()
@@ -292,15 +292,15 @@ def _decoded_kind(feature: Any) -> str | None:
 
 
 def _csv_options(files: Sequence[Path]) -> dict[str, Any]:
-    """Return reader options that keep every field as text, so that N/A and 007 are not converted."""
-    separator = _common_property(files, _separator, "separator")
-    _common_property(files, lambda file: ", ".join(_header(file, separator)), "header")
+    """Return options that keep every field as text, so that N/A and 007 are not converted; raise DataError if files differ in them."""
+    separator = _require_common(files, _separator, "separator")
+    _require_common(files, lambda file: ", ".join(_header(file, separator)), "header")
     names = _header(files[0], separator)
     return {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
 
 
 def _separator(file: Path) -> str:
-    """Return what separates the fields of a file: what its name says, unless only another character divides its header."""
+    """Return the separator of a file's fields: the one that its suffix stands for, or another one if only that divides its header."""
     usual = "\t" if file.suffix == ".tsv" else ","
     return next((each for each in (usual, *_SEPARATORS) if len(_header(file, each)) > 1), usual)
 
@@ -316,15 +316,15 @@ def _header(file: Path, separator: str) -> list[str]:
 
 
 def _encoding(files: Sequence[Path]) -> str:
-    """Return the encoding of all files. Those in UTF-8 may begin with a mark or not, since ``utf-8-sig`` reads both."""
-    common = _common_property(files, lambda file: encoding_of(file).removesuffix("-sig"), "encoding")
+    """Return the encoding of all files. Files in UTF-8 may begin with a mark or not, since ``utf-8-sig`` reads both."""
+    common = _require_common(files, lambda file: encoding_of(file).removesuffix("-sig"), "encoding")
     return "utf-8-sig" if any(encoding_of(file) == "utf-8-sig" for file in files) else common
 
 
-def _common_property(files: Sequence[Path], describe: Callable[[Path], str], name: str) -> str:
-    """Return what ``describe`` returns for all files. Raise DataError for a file that differs, since one reader reads them all.
+def _require_common(files: Sequence[Path], describe: Callable[[Path], str], name: str) -> str:
+    """Return the result of ``describe`` that all files share, since one reader reads them all; raise DataError for a file that differs.
 
-    ``name``: what is described, for the message.
+    ``name``: the name of the described property, for the message.
     """
     first = describe(files[0])
     for file in files[1:]:

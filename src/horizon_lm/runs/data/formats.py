@@ -51,7 +51,7 @@ class RowFormat:
 
 
 def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with fields under their expected names instead of their own, the values of ``columns``; raise RowError if one is missing."""
+    """Return a row whose fields have the expected names, the keys of ``columns``, instead of the values; RowError if one is missing."""
     missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL_FIELDS]
     if missing:
         raise RowError(f"field {missing[0]!r} of columns is missing; the row has {_field_names(row)}")
@@ -85,14 +85,14 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
         if fmt not in usable:
             raise RowError(f"format: {wanted} is not supported with objective: {objective}")
         return fmt
-    named = [fmt for fmt in usable if any(set(fields) & set(columns) for fields in fmt.required)]
-    for fmt in (*named, *usable):
+    preferred = [fmt for fmt in usable if any(set(fields) & set(columns) for fields in fmt.required)]
+    for fmt in (*preferred, *usable):
         if fmt.matches(row):
             return fmt
-    raise _no_format(row, usable, objective)
+    raise _unknown_format_error(row, usable, objective)
 
 
-def _no_format(row: Mapping[str, Any], usable: Sequence[RowFormat], objective: str) -> RowError:
+def _unknown_format_error(row: Mapping[str, Any], usable: Sequence[RowFormat], objective: str) -> RowError:
     """Return the error of a row that has none of the usable formats, with the remedy."""
     if "role" in row and "content" in row:
         return RowError(
@@ -113,7 +113,7 @@ def _no_format(row: Mapping[str, Any], usable: Sequence[RowFormat], objective: s
 
 
 def _text_field(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
-    """Return a field that must be text; an optional one that is missing is empty."""
+    """Return a field that must be text, or an empty text for an optional field that is missing; raise RowError for anything else."""
     value = row.get(name)
     if optional and value is None:
         return ""
@@ -187,7 +187,7 @@ def _require_one_answer(row: Mapping[str, Any], name: str) -> None:
 
 
 def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a preference with a field ``prompt``, extracted from the start of both answers if needed; raise RowError for none or two."""
+    """Return a preference with a ``prompt``: LLaMA-Factory's, its own, or the common start of both answers. RowError for none or two."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if isinstance(row.get("conversations"), list):  # LLaMA-Factory: the conversation before the answers
         answers = {name: [row[name]] for name in ("chosen", "rejected") if isinstance(row.get(name), Mapping)}
@@ -208,8 +208,8 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _extract_prompt(row: Mapping[str, Any], chosen: Any, rejected: Any) -> Mapping[str, Any]:
-    """Return a preference with the common start of both answers as its prompt. If these are messages, and the start has no turn of the user,
-    the text prompt of the row becomes that turn.
+    """Return a preference with the common start of both answers as its prompt. If the start is messages without a turn of the user, the
+    text prompt of the row becomes that turn.
 
     Raises:
         RowError: the answers are missing or of different types, or have no common start.
@@ -224,12 +224,12 @@ def _extract_prompt(row: Mapping[str, Any], chosen: Any, rejected: Any) -> Mappi
         _require_common_prompt(row, chosen, rejected)
     if isinstance(chosen, list):
         pair = {name: read_messages(row, name) for name in pair}
-    found = {**row, **extract_prompt(pair)}
+    with_prompt = {**row, **extract_prompt(pair)}
     if isinstance(row.get("prompt"), str):
-        found["prompt"] = _begin_with_user(found["prompt"], row["prompt"])
-    if not found["prompt"]:
-        raise RowError(_no_prompt(row))
-    return found
+        with_prompt["prompt"] = _begin_with_user(with_prompt["prompt"], row["prompt"])
+    if not with_prompt["prompt"]:
+        raise RowError(_missing_prompt_message(row))
+    return with_prompt
 
 
 def _begin_with_user(messages: list[Message], text: str) -> list[Message]:
@@ -251,10 +251,10 @@ def _require_common_prompt(row: Mapping[str, Any], chosen: str, rejected: str) -
         )
     common = next(index for index, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     if not any(map(str.isspace, chosen[:common])):
-        raise RowError(_no_prompt(row))
+        raise RowError(_missing_prompt_message(row))
 
 
-def _no_prompt(row: Mapping[str, Any]) -> str:
+def _missing_prompt_message(row: Mapping[str, Any]) -> str:
     """Return the message for a preference without a prompt, with the remedy."""
     found = field_for(row, "prompt")
     remedy = f"name it with {as_setting({'prompt': found})}" if found else "add a field 'prompt'"
@@ -265,8 +265,8 @@ def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Comp
     """Return the example of a prompt and an answer, which must either both be text or both be messages."""
     prompt, answer = row.get("prompt"), row.get(name)
     if isinstance(prompt, str) and isinstance(answer, str):
-        of_messages = {"system": _text_field(row, "system", optional=True), "tools": _tools(row)}
-        for field, value in (of_messages | {"chat_template_kwargs": row.get("chat_template_kwargs")}).items():
+        only_with_messages = {"system": _text_field(row, "system", optional=True), "tools": _tools(row)}
+        for field, value in (only_with_messages | {"chat_template_kwargs": row.get("chat_template_kwargs")}).items():
             if value:
                 raise RowError(f"field {field!r} is not used with a text prompt; write the prompt as messages")
         return Completion(prompt, answer)
@@ -304,7 +304,7 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: i
 
 @cache
 def _reserved_options() -> frozenset[str]:
-    """Return the options of a chat template that are the tokenizer's, such as its length, and that a row may not set."""
+    """Return the options of ``apply_chat_template`` that a row may not set, because the tokenizer or this package sets them."""
     from transformers import PreTrainedTokenizerBase
 
     options = set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}

@@ -15,16 +15,16 @@ _TEMPLATE = "tokenizer.chat_template"
 _SPACE = "\u2581"
 _BYTES = [f"<0x{number:02X}>" for number in range(256)]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_IDS_OF_LLAMA = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # if a file with its algorithm does not say so
+_ID_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_LLAMA_DEFAULT_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # if a file with its algorithm does not say so
 # Texts of tokens that end a generation. llama.cpp takes such a token for a special one, whatever its type.
-_ENDS = frozenset({
+_END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>",
     "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
 })  # fmt: skip
 _USED = {
     "model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix",
-    *(f"{name}_token_id" for name in _IDS.values()),
+    *(f"{name}_token_id" for name in _ID_KEYS.values()),
 }  # fmt: skip
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
     "add_sep_token": (False,),
@@ -62,30 +62,30 @@ def build_tokenizer(header: GgufHeader) -> Any:
         name.removeprefix(_PREFIX): value for name, value in header.metadata.items() if name.startswith(_PREFIX)
     }
     for name, value in metadata.items():
-        allowed = _WITHOUT_EFFECT.get(name, ())
+        allowed = _WITHOUT_EFFECT.get(name, ())  # values; None for any
         if name not in _USED and allowed is not None and value not in allowed:
             raise _rejected(header, name, value)
     algorithm = metadata.get("model")
     if algorithm not in ("gpt2", "llama"):
         raise _rejected(header, "model", algorithm)
-    tokens = _tokens(header, metadata)
+    tokens = _token_texts(header, metadata)
     ids = {
-        name: metadata.get(f"{key}_token_id", _IDS_OF_LLAMA.get(name) if algorithm == "llama" else None)
-        for name, key in _IDS.items()
+        name: metadata.get(f"{key}_token_id", _LLAMA_DEFAULT_IDS.get(name) if algorithm == "llama" else None)
+        for name, key in _ID_KEYS.items()
     }
     for name, number in ids.items():
         if number is not None and not 0 <= number < len(tokens):
-            raise _rejected(header, f"{_IDS[name]}_token_id", number)
+            raise _rejected(header, f"{_ID_KEYS[name]}_token_id", number)
     if algorithm == "gpt2":
-        backend, adds_bos = _byte_level(header, metadata, tokens)
+        backend, adds_bos = _byte_level_bpe(header, metadata, tokens)
     else:
-        backend, adds_bos = _with_scores(header, metadata, tokens), True
-    _add_tokens(backend, header, metadata.get("token_type", []), tokens)
+        backend, adds_bos = _score_bpe(header, metadata, tokens), True
+    _add_whole_tokens(backend, header, metadata.get("token_type", []), tokens)
     adds = {"bos_token": metadata.get("add_bos_token", adds_bos), "eos_token": metadata.get("add_eos_token", False)}
-    _add_around(backend, header, {name: ids[name] for name, is_added in adds.items() if is_added}, tokens)
+    _add_bos_and_eos(backend, header, {name: ids[name] for name, is_added in adds.items() if is_added}, tokens)
     special = _special_tokens(header, ids, metadata.get("token_type", []), tokens)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
-    tokenizer.chat_template = _templates(header.metadata)
+    tokenizer.chat_template = _chat_templates(header.metadata)
     return tokenizer
 
 
@@ -99,8 +99,8 @@ def _rejected(header: GgufHeader, name: str, value: Any) -> ConfigError:
     )
 
 
-def _tokens(header: GgufHeader, metadata: Mapping[str, Any]) -> list[str]:
-    """Return the texts of all tokens; raise ConfigError if a text is there twice, or a list has another length."""
+def _token_texts(header: GgufHeader, metadata: Mapping[str, Any]) -> list[str]:
+    """Return the texts of all tokens; raise ConfigError if a text is there twice, or the list of types or scores has another length."""
     tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(metadata.get("tokens") or ())]
     if not tokens:
         raise ConfigError(
@@ -129,44 +129,44 @@ def _special_tokens(
     for name, number in ids.items():
         if number is None:
             continue
-        if _is_found(tokens[number], types[number] if types else _NORMAL):
+        if _is_found_whole(tokens[number], types[number] if types else _NORMAL):
             found[name] = tokens[number]
         elif name in ("bos_token", "eos_token"):  # the message names the id, the text and the type of the token
             raise _rejected(
-                header, f"{_IDS[name]}_token_id: {number}: {tokens[number]!r} with {_PREFIX}token_type", _NORMAL
+                header, f"{_ID_KEYS[name]}_token_id: {number}: {tokens[number]!r} with {_PREFIX}token_type", _NORMAL
             )
     return found
 
 
-def _is_found(text: str, kind: int) -> bool:
+def _is_found_whole(text: str, kind: int) -> bool:
     """Return whether llama.cpp looks for a token in text before it splits the text. ``kind``: the token's ``token_type``."""
-    return kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or text in _ENDS
+    return kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or text in _END_TEXTS
 
 
-def _add_tokens(backend: Any, header: GgufHeader, types: list[int], tokens: list[str]) -> None:
-    """Add those of a file's tokens to a tokenizer that are found in text before the text is split (`_is_found`)."""
+def _add_whole_tokens(backend: Any, header: GgufHeader, types: list[int], tokens: list[str]) -> None:
+    """Add the tokens of a file that are found in text before it is split (`_is_found_whole`) to a tokenizer."""
     from tokenizers import AddedToken
 
     found = [
-        (text, kind != _USER_DEFINED or text in _ENDS)
+        (text, kind != _USER_DEFINED or text in _END_TEXTS)
         for text, kind in zip(tokens, types or [_NORMAL] * len(tokens), strict=True)
-        if _is_found(text, kind)
+        if _is_found_whole(text, kind)
     ]
     name = str(header.metadata.get("general.name", "")).lower()
     takes_spaces = (
         "phi-3" in name or "phi3" in name
     )  # llama.cpp has this rule for the files of Phi-3, which do not say so
-    plain = {"<unk>", "<s>", "<|endoftext|>"}
+    leave_spaces = {"<unk>", "<s>", "<|endoftext|>"}
     added = [
-        AddedToken(text, normalized=False, special=special, rstrip=takes_spaces and text not in plain)
+        AddedToken(text, normalized=False, special=special, rstrip=takes_spaces and text not in leave_spaces)
         for text, special in found
     ]
     backend.add_special_tokens([token for token in added if token.special])
     backend.add_tokens([token for token in added if not token.special])
 
 
-def _add_around(backend: Any, header: GgufHeader, ids: Mapping[str, int | None], tokens: list[str]) -> None:
-    """Make a tokenizer add those of BOS and EOS in ``ids`` around each text; raise ConfigError if one has no id."""
+def _add_bos_and_eos(backend: Any, header: GgufHeader, ids: Mapping[str, int | None], tokens: list[str]) -> None:
+    """Make a tokenizer begin and end each text with the tokens in ``ids``, BOS and EOS; raise ConfigError if one has no id."""
     from tokenizers import processors
 
     for name, number in ids.items():
@@ -182,7 +182,7 @@ def _add_around(backend: Any, header: GgufHeader, ids: Mapping[str, int | None],
         )
 
 
-def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+def _chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Return the chat template of a file, or all of them by their names if it has several."""
     default: str | None = metadata.get(_TEMPLATE)
     named = {
@@ -194,8 +194,8 @@ def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
 # Byte-level BPE
 
 
-def _byte_level(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Any, bool]:
-    """Return the tokenizer with the merges of a file, and whether it adds a BOS token by default."""
+def _byte_level_bpe(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Any, bool]:
+    """Return the byte-level BPE tokenizer with a file's merges, and whether its way to split text implies that BOS is added."""
     from tokenizers import Tokenizer, decoders, models
 
     name = metadata.get("pre", "default")
@@ -235,7 +235,7 @@ def splitter(split: Split) -> Any:
 # BPE by scores, with byte fallback
 
 
-def _with_scores(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+def _score_bpe(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[str]) -> Any:
     """Return the BPE tokenizer of a file with scores: of all pairs, the one whose token has the highest score is joined first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -248,10 +248,10 @@ def _with_scores(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[s
     score_of_joined = {  # without tokens that are found before text is split, which no merge makes
         text: score
         for text, score, kind in zip(tokens, metadata["scores"], types, strict=True)
-        if not _is_found(text, kind)
+        if not _is_found_whole(text, kind)
     }
     merges = _merges(header, score_of_joined, vocab)
-    unknown = metadata.get("unknown_token_id", _IDS_OF_LLAMA["unk_token"])
+    unknown = metadata.get("unknown_token_id", _LLAMA_DEFAULT_IDS["unk_token"])
     backend = Tokenizer(models.BPE(vocab, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
     adds_space = metadata.get("add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
@@ -268,20 +268,20 @@ def _merges(header: GgufHeader, scores: Mapping[str, float], vocab: Mapping[str,
         ConfigError: no merges have this effect, because different tokens have the same score, or a part of a token is no token.
     """
     pairs = sorted(_pairs(scores), key=lambda pair: (-scores["".join(pair)], -len(pair[0]), -len(pair[1])))
-    made: dict[float, str] = {}
+    token_by_score: dict[float, str] = {}
     for first, second in pairs:
         token = first + second
         if first not in vocab or second not in vocab:
             raise _rejected(header, "tokens", token)
-        first_token = made.setdefault(scores[token], token)  # with this score
+        same_score = token_by_score.setdefault(scores[token], token)  # the first token with this score
         # Runs of one letter may share a score, since longer parts go first.
-        if first_token != token and len(set(token + first_token)) > 1:
-            raise _rejected(header, "scores", [first_token, token])
+        if same_score != token and len(set(token + same_score)) > 1:
+            raise _rejected(header, "scores", [same_score, token])
     return pairs
 
 
 def _pairs(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield each pair of texts that is a token when joined, and whose parts may stand side by side before: tokens of ``scores``, or letters."""
+    """Yield each pair of texts that make a token when joined, and that earlier merges may have made: tokens of ``scores``, or letters."""
     for token in scores:
         for cut in range(1, len(token)):
             first, second = token[:cut], token[cut:]

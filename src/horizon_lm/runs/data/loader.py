@@ -33,7 +33,7 @@ def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -
         ids = torch.from_numpy(each.ids.astype(np.int64))
         input_ids[index, : len(ids)], attention_mask[index, : len(ids)] = ids, 1
         labels[index, : len(ids)] = torch.where(torch.from_numpy(each.trained), ids, IGNORE_INDEX)
-    labels[:, 0] = IGNORE_INDEX
+    labels[:, 0] = IGNORE_INDEX  # nothing predicts the first token
     is_packed = any(row.segments is not None for row in rows)
     position_ids = _positions(rows, shape) if is_packed else None
     if position_ids is not None:
@@ -101,14 +101,14 @@ class Sampler:
 
 
 def _num_extra(weight: float, size: int) -> int:
-    """Return the number of rows that an epoch uses one extra time, for the fraction of a weight; at least 1 if it has no other rows."""
+    """Return how many rows of a dataset an epoch uses once more, for the fraction of its weight; at least 1 if it uses no others."""
     fewest = 0 if int(weight) else 1
     return min(size, max(fewest, round((weight - int(weight)) * size)))
 
 
 @lru_cache(maxsize=1)
 def _epoch_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> np.ndarray:
-    """Return the row indices of an epoch in order; see `Sampler`. The array is shared by all callers."""
+    """Return the row indices of an epoch in order; see `Sampler`. The array is cached, and must not be changed."""
     parts, start = [], 0
     for index, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         extra = np.random.default_rng((seed, epoch, index)).permutation(size)[: _num_extra(weight, size)]
@@ -143,10 +143,10 @@ class Loader:
         indices = self.sampler.rows(step)
         if self._num_ranks == 1:
             return collate([self.rows[index] for index in indices], indices)
-        own = deal(self.rows.num_tokens[indices].tolist(), self._unit, self._num_ranks)[self._rank]
-        if not own:
+        own_range = deal(self.rows.num_tokens[indices].tolist(), self._unit, self._num_ranks)[self._rank]
+        if not own_range:
             return stand_in(self.rows[indices[0]], indices[0])
-        chosen = indices[own.start : own.stop]
+        chosen = indices[own_range.start : own_range.stop]
         length = int(self.rows.lengths[indices].max()) if self.pads_to_step else 0
         batch = collate([self.rows[index] for index in chosen], chosen, length)
         return replace(batch, share=len(chosen) / len(indices))
@@ -167,9 +167,9 @@ def deal(tokens: Sequence[int], unit: int, num_ranks: int) -> list[range]:
     """
     ends = [*range(unit, len(tokens), unit), len(tokens)]
     sums = [0, *accumulate(tokens)]
-    costs = [sums[end] - sums[start] for start, end in pairwise([0, *ends])]
-    most = -(-len(costs) // num_ranks)
-    counts = _fill(costs, _smallest_limit(costs, most, num_ranks), most)
+    batch_tokens = [sums[end] - sums[start] for start, end in pairwise([0, *ends])]
+    max_batches = -(-len(batch_tokens) // num_ranks)
+    counts = _count_per_rank(batch_tokens, _smallest_token_limit(batch_tokens, max_batches, num_ranks), max_batches)
     while len(counts) < num_ranks and max(counts) > 1:  # a rank without rows would only wait
         largest = counts.index(max(counts))
         half = counts[largest] // 2
@@ -179,31 +179,31 @@ def deal(tokens: Sequence[int], unit: int, num_ranks: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
-def _smallest_limit(costs: Sequence[int], most: int, num_ranks: int) -> int:
-    """Return the smallest limit of `_fill` with which the micro-batches take no more ranks than there are, found by bisection."""
-    low, high = max(costs), sum(costs)
+def _smallest_token_limit(batch_tokens: Sequence[int], max_batches: int, num_ranks: int) -> int:
+    """Return the smallest limit with which `_count_per_rank` needs no more ranks than there are, found by bisection."""
+    low, high = max(batch_tokens), sum(batch_tokens)
     while low < high:
         limit = (low + high) // 2
-        if len(_fill(costs, limit, most)) <= num_ranks:
+        if len(_count_per_rank(batch_tokens, limit, max_batches)) <= num_ranks:
             high = limit
         else:
             low = limit + 1
     return high
 
 
-def _fill(costs: Sequence[int], limit: int, most: int) -> list[int]:
+def _count_per_rank(batch_tokens: Sequence[int], limit: int, max_batches: int) -> list[int]:
     """Return the number of micro-batches of each rank if one rank after the other takes as many as it may, for as many ranks as are needed.
 
-    A rank may take at most ``most`` micro-batches, with at most ``limit`` tokens unless it is a single one. ``costs``: the tokens of each
-    micro-batch.
+    A rank may take at most ``max_batches``, with at most ``limit`` tokens unless it takes a single one. ``batch_tokens``: the tokens of
+    each micro-batch.
     """
-    counts, used = [0], 0
-    for cost in costs:
-        if counts[-1] and (used + cost > limit or counts[-1] == most):
+    counts, num_tokens = [0], 0
+    for size in batch_tokens:
+        if counts[-1] and (num_tokens + size > limit or counts[-1] == max_batches):
             counts.append(0)
-            used = 0
+            num_tokens = 0
         counts[-1] += 1
-        used += cost
+        num_tokens += size
     return counts
 
 

@@ -50,7 +50,7 @@ def find_files(config: DatasetConfig) -> dict[str, list[Path]] | None:
         return {"train": [path]}
     if not path.is_dir():
         if config.path in READERS.values() and config.data_files:  # the name of a reader, with files for it
-            return {"train": _matching(config, Path())}
+            return {"train": _files_matching(config, Path())}
         return None
     folder = path / config.data_dir if config.data_dir else path
     try:
@@ -64,12 +64,12 @@ def find_files(config: DatasetConfig) -> dict[str, list[Path]] | None:
 
 
 def _files_of_folder(config: DatasetConfig, folder: Path) -> dict[str, list[Path]]:
-    """Return the files of rows in a folder, by split. All of them are ``train`` if no split is wanted, or if none names one."""
+    """Return the files of rows in a folder, by split. All are ``train`` if ``split`` is not set, or if no file names a split."""
     if config.data_files:
-        return {"train": _matching(config, folder)}
+        return {"train": _files_matching(config, folder)}
     if (saved := _saved_splits(config, folder)) is not None:
         return saved
-    files = [file for file in _walk(config, folder) if file.suffix not in _IGNORED_SUFFIXES]
+    files = [file for file in _visible_files(config, folder) if file.suffix not in _IGNORED_SUFFIXES]
     files = [file for file in files if file.name not in _IGNORED_NAMES]
     if not files:
         raise DataError(f"{config.path}: no files of rows in this folder")
@@ -85,7 +85,7 @@ def _files_of_folder(config: DatasetConfig, folder: Path) -> dict[str, list[Path
 
 
 def _reject_held_out(config: DatasetConfig, folder: Path, splits: Mapping[str, list[Path]]) -> None:
-    """Raise DataError if some files, but not all, name a split other than ``train``: a run would train on them."""
+    """Raise DataError if some files, but not all, name a split other than ``train``: a run would train on rows that are held out."""
     held_out = [file for name in splits if name not in ("", "train") for file in splits[name]]
     if held_out and len(held_out) < sum(map(len, splits.values())):
         raise DataError(
@@ -94,14 +94,14 @@ def _reject_held_out(config: DatasetConfig, folder: Path, splits: Mapping[str, l
         )
 
 
-def _walk(config: DatasetConfig, folder: Path) -> list[Path]:
+def _visible_files(config: DatasetConfig, folder: Path) -> list[Path]:
     """Return the visible files below a folder, sorted, without following links to other folders."""
     found: list[Path] = []
 
-    def fail(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         raise error
 
-    for root, folders, names in os.walk(folder, onerror=fail):
+    for root, folders, names in os.walk(folder, onerror=raise_error):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]  # which `os.walk` enters
         found += [Path(root, name) for name in names if not name.startswith((".", "_"))]
         if len(found) > _MAX_FILES:
@@ -129,9 +129,9 @@ def _require_one_type(config: DatasetConfig, files: Sequence[Path]) -> None:
         )
 
 
-def _matching(config: DatasetConfig, folder: Path) -> list[Path]:
-    """Return the files that the patterns in ``data_files`` match, below the folder. ``Path()`` stands for an entry that names a reader instead
-    of a folder, whose patterns may be any paths.
+def _files_matching(config: DatasetConfig, folder: Path) -> list[Path]:
+    """Return the files below the folder that the patterns in ``data_files`` match. ``Path()`` stands for an entry that names a reader
+    instead of a folder, whose patterns may be any paths.
     """
     is_reader = folder == Path()
     files: set[Path] = set()
@@ -178,14 +178,14 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _read_info(path: Path, key: str) -> list[Any]:
-    """Return the list under a key of a JSON file; raise DataError if there is none."""
+    """Return the list under a key of a JSON file; raise DataError if there is none, or the file is too long."""
     require_regular(path, DataError)
     try:
         if path.stat().st_size > _MAX_INFO_BYTES:
             raise ValueError("too long")
-        found = json.loads(path.read_text(encoding="utf-8"))[key]
-        if not isinstance(found, list):
+        entries = json.loads(path.read_text(encoding="utf-8"))[key]
+        if not isinstance(entries, list):
             raise TypeError("no list")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: has no list {key!r}; save the dataset again with save_to_disk") from error
-    return found
+    return entries

@@ -20,7 +20,7 @@ def pack(part: Part, strategy: str, length: int) -> Part:
     batch_size = max(1, min(1000, int(_TOKENS_PER_BATCH / max(1.0, float(part.lengths.mean())))))
     fingerprint = digest(part.fingerprint, strategy, length)
     rows = _rows_in_use(part, batch_size, fingerprint)
-    # Every file on the way is in the cache under a key of its own.
+    # Each table on the way is cached under a fingerprint of its own.
     packed = trl_compat.pack(
         record(rows), length, strategy, batch_size=batch_size, new_fingerprint=digest(fingerprint, "packed"), desc="packing",
     )  # fmt: skip
@@ -44,7 +44,7 @@ def rows_without_targets(part: Part, packed: Part) -> np.ndarray:
 
 
 def _rows_in_use(part: Part, batch_size: int, fingerprint: str) -> Any:
-    """Return the tokens and target masks of the rows in use of a part, and for each token its row, which packing does not keep."""
+    """Return a table of the tokens and target masks of the rows in use of a part, and of each token's row, which packing does not keep."""
     import datasets
 
     table = part.table
@@ -69,8 +69,8 @@ def _rows_in_use(part: Part, batch_size: int, fingerprint: str) -> Any:
 
 
 def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the number of targets of each packed row, and the rows that have them. The first token of a document is no target, since no
-    token before it predicts it.
+    """Return the number of targets of each packed row, and the source rows that have targets. The first token of a document is no target,
+    since no token before it predicts it.
     """
     counts, rows = [], []
     for index, trained in enumerate(columns["trained"]):

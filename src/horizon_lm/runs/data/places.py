@@ -31,14 +31,14 @@ class ExampleCounts:
         ends = np.append(starts, len(indices))[1:]
         room = _RANGES_SHOWN - len(self.places)
         for start, end in zip(starts[:room], ends[:room], strict=True):
-            self.places.append(_range(place(int(indices[start])), place(int(indices[end - 1]))))
+            self.places.append(_describe_range(place(int(indices[start])), place(int(indices[end - 1]))))
         self.others += len(indices) - int(ends[:room].max(initial=0))
 
     def __str__(self) -> str:
         return ", ".join(self.places) + (", ..." if self.others else "")
 
 
-def _range(first: str, last: str) -> str:
+def _describe_range(first: str, last: str) -> str:
     """Return the places from the first to the last one, such as ``rows.jsonl:2-7``."""
     if first == last:
         return first

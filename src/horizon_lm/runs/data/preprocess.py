@@ -83,7 +83,7 @@ class Report:
     def end_tokens(self) -> list[int]:
         """Return the tokens that end the answers that are trained on, the most frequent one first.
 
-        A token that also occurs inside of answers is left out, as the one between the reasoning and the answer of gpt-oss, unless it
+        A token that also occurs inside of answers is left out, such as the token between the reasoning and the answer of gpt-oss, unless it
         occurs there so rarely that somebody may have typed it.
         """
         ends, inner = (Counter[int](), Counter[int]())
@@ -112,15 +112,15 @@ class Problems:
         self._rows: dict[str, ExampleCounts] = {}
 
     def add(self, source: Rows, rows: Iterable[tuple[int, str, str]]) -> None:
-        """Count invalid rows of a dataset, given the index, the fault and the message of each."""
+        """Count invalid rows of a dataset. ``rows``: the index, the fault and the message of each."""
         indices: dict[str, list[int]] = {}
         for index, fault, message in rows:
             indices.setdefault(fault, []).append(index)
             messages = self._messages.setdefault(fault, [message])
             if len(messages) == 1 and message != messages[0]:
                 messages.append(message)
-        for fault, of_fault in indices.items():
-            self._rows.setdefault(fault, ExampleCounts()).add(np.array(of_fault), source.place)
+        for fault, indices_of_fault in indices.items():
+            self._rows.setdefault(fault, ExampleCounts()).add(np.array(indices_of_fault), source.place)
 
     def add_all(self, source: Source, table: Any) -> None:
         """Count the rows of a tokenized table that have a text in the column ``problem``."""
@@ -132,15 +132,15 @@ class Problems:
         self.add(source, zip(invalid.tolist(), *texts, strict=True))
 
     def reject(self, chat_template: str | None = None) -> None:
-        """Raise DataError if any row is invalid: a line for each fault, with its rows. ``chat_template``: see `PreprocessConfig`."""
+        """Raise DataError if any row is invalid, with a line for each fault and its rows. ``chat_template``: as in `PreprocessConfig`."""
         if not self._rows:
             return
         lines, num_unlisted = [], sum(rows.count for rows in self._rows.values())
         for fault, rows in [*self._rows.items()][:_MAX_FAULTS_SHOWN]:
-            count = f" ({rows.count:,} rows)" if rows.count > 1 else ""
+            row_count = f" ({rows.count:,} rows)" if rows.count > 1 else ""
             differs = " (in the first of them)" if len(self._messages[fault]) > 1 else ""
             template = f" (chat_template_path: {chat_template})" if chat_template and "chat template" in fault else ""
-            lines.append(f"{rows}{count}: {self._messages[fault][0]}{template}{differs}")
+            lines.append(f"{rows}{row_count}: {self._messages[fault][0]}{template}{differs}")
             num_unlisted -= rows.count
         if num_unlisted:
             lines.append(f"... and {num_unlisted:,} more")
@@ -187,8 +187,8 @@ def prepare(
 
 
 def pack_rows(rows: TokenTable, options: PreprocessConfig) -> tuple[TokenTable, ExampleCounts]:
-    """Pack the rows of each dataset, or return them unchanged if these options do not pack rows; also count the rows that packing has
-    cut so that none of their tokens can be trained on.
+    """Pack the rows of each dataset, or return them unchanged if ``options`` pack none. Also return the rows that packing has cut so that
+    none of their tokens can be trained on.
     """
     lost = ExampleCounts()
     if options.packing is None:
@@ -217,7 +217,7 @@ def find_row_format(source: Rows, objective: str) -> RowFormat:
     """Return the format of a dataset, recognized from its first row. Raise RowError if no format matches."""
     first, config = source.row(0), source.config
     _require_optional_columns(source)
-    return find_format(_renamed(first, config), config.format, objective, config.columns or ())
+    return find_format(_with_expected_names(first, config), config.format, objective, config.columns or ())
 
 
 def _require_optional_columns(source: Rows) -> None:
@@ -233,25 +233,25 @@ def _require_optional_columns(source: Rows) -> None:
 
 
 def _count_unused(source: Source, row_format: RowFormat, report: Report) -> None:
-    """Count the rows with fields that are not used, among the first ones, in the report."""
+    """Add the rows with fields that are not used, among the first rows of a dataset, and the names of the fields to the report."""
     used = {*row_format.fields(), *(source.config.columns or {}).values()}
-    first = [unused_fields(source.row(index), used) for index in range(min(ROWS_INSPECTED, len(source)))]
-    report.unused_fields.update(*first)
-    report.unused.add(np.flatnonzero([bool(unused) for unused in first]), source.place)
+    unused_of_rows = [unused_fields(source.row(index), used) for index in range(min(ROWS_INSPECTED, len(source)))]
+    report.unused_fields.update(*unused_of_rows)
+    report.unused.add(np.flatnonzero([bool(unused) for unused in unused_of_rows]), source.place)
 
 
 def read_example(row: Any, config: DatasetConfig, row_format: RowFormat, objective: str) -> Example:
     """Return the example in a row of a dataset; raise RowError if it is invalid."""
     require_fields(row)
     _reject_huge(row)
-    renamed = _renamed(row, config)
+    renamed = _with_expected_names(row, config)
     reject_other_rows(renamed, objective)
     example = row_format.convert(renamed)
     reject_placeholders(example)
     return example
 
 
-def _renamed(row: Any, config: DatasetConfig) -> Any:
+def _with_expected_names(row: Any, config: DatasetConfig) -> Any:
     """Return a row with the expected names of its fields, as ``columns`` gives them; other values than objects as they are."""
     return rename_fields(row, config.columns) if config.columns and isinstance(row, dict) else row
 
@@ -280,7 +280,7 @@ def _tokenize_source(source: Source, row_format: RowFormat, tokenizer: Any, opti
 
 
 def _token_columns(objective: str) -> list[tuple[str, str]]:
-    """Return the columns of a token table with the token ids and the target mask of each sequence of a row."""
+    """Return the columns of a token table that hold the token ids and the target mask of each sequence of a row, as pairs."""
     columns = [("input_ids", "trained")]
     return [*columns, ("rejected_ids", "rejected_trained")] if objective == "dpo" else columns
 
@@ -308,26 +308,26 @@ def row_length_limit(options: PreprocessConfig) -> int | None:
 
 
 def origin(tokenizer: Any, day: str) -> dict[str, str]:
-    """Return what the tokens of rows depend on besides the rows and the settings: versions of packages, and hashes of the tokenizer and of its
-    chat template, with the date if that prints one.
+    """Return all that the tokens of rows depend on besides rows and settings: versions of packages, hashes of the tokenizer and of its chat
+    template, and the date if the template prints it.
     """
     import tokenizers
     import transformers
 
-    names = {
+    versions = {
         "transformers": transformers.__version__,
         "tokenizers": tokenizers.__version__,
         "trl": trl_compat.version(),
     }
     content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.name_or_path
-    found = {
-        "packages": ", ".join(f"{name} {version}" for name, version in names.items()),
+    result = {
+        "packages": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "tokenizer": digest(
             type(tokenizer).__name__, content, tokenizer.special_tokens_map, tokenizer.split_special_tokens
         ),
         "chat template": digest(tokenizer.chat_template),
     }
-    return found | ({"date": day} if prints_date(tokenizer) else {})
+    return result | ({"date": day} if prints_date(tokenizer) else {})
 
 
 def _tokenize_rows(
@@ -335,7 +335,7 @@ def _tokenize_rows(
 ) -> dict[str, list[Any]]:
     """Tokenize a batch of rows, and return the columns of the token table.
 
-    Errors go into the columns ``fault`` and ``problem``, so that they are all reported together; a row with one has no tokens.
+    An invalid row has no tokens, and an error in the columns ``fault`` and ``problem``, so that all errors are reported together.
     """
     columns_of_sequences = _token_columns(objective)
     no_tokens = [Tokens(np.zeros(0, np.int32), np.zeros(0, bool))] * len(columns_of_sequences)
@@ -379,7 +379,7 @@ def _num_chars(value: Any) -> int:
 
 
 def _choose_rows(source: Source, options: PreprocessConfig) -> np.ndarray:
-    """Return the indices of the fraction of a dataset that is to be used, int (n,)."""
+    """Return the indices of the rows that ``fraction`` of a dataset selects, int (n,): the same ones each time, by ``seed``."""
     if source.config.fraction is None:
         return np.arange(len(source))
     number = max(1, round(source.config.fraction * len(source)))
@@ -387,12 +387,12 @@ def _choose_rows(source: Source, options: PreprocessConfig) -> np.ndarray:
 
 
 def _select_rows(source: Source, table: Any, chosen: np.ndarray, report: Report) -> Part:
-    """Return the chosen rows of a dataset that can be used, and add to the report the number of chosen rows and the rows with each flag."""
+    """Return the chosen rows of a dataset that can be used. Count the chosen rows, and the rows with each flag, in the report."""
     report.read += len(chosen)
     flags = table.data.column("flags").to_numpy()
     used = chosen[(flags[chosen] & LEFT_OUT) == 0]
     for flag, rows in report.flagged.items():
-        # Truncation and reasons to leave a row out are counted among all chosen rows, other flags among those that are used.
-        among = chosen if flag in LEFT_OUT | RowFlag.TRUNCATED else used
-        rows.add(among[(flags[among] & flag) != 0], source.place)
+        # Truncation and reasons to leave a row out are counted among all chosen rows, other flags among the rows that are used.
+        counted_rows = chosen if flag in LEFT_OUT | RowFlag.TRUNCATED else used
+        rows.add(counted_rows[(flags[counted_rows] & flag) != 0], source.place)
     return Part(table, source.place, used, source.config.weight)

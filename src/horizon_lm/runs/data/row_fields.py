@@ -18,7 +18,7 @@ _TEXT_PLACEHOLDER = re.compile(r"\A\s*<(image)>")  # a text of the web may have 
 
 
 def reject_other_rows(row: Mapping[str, Any], objective: str) -> None:
-    """Raise RowError for a row, with renamed fields, that has pictures, sounds or films, or that another objective needs."""
+    """Raise RowError for a row, with renamed fields, that holds pictures, sounds or films, or that is for another objective."""
     for name, kind in _MEDIA_FIELDS.items():
         if row.get(name):
             raise RowError(
@@ -33,8 +33,8 @@ def reject_other_rows(row: Mapping[str, Any], objective: str) -> None:
         )
     for name in _KTO_FIELDS:
         value = row.get(name)
-        is_verdict = isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false"))
-        if is_verdict and any(each in row for each in _ANSWER_FIELDS):
+        marks_answer = isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false"))
+        if marks_answer and any(each in row for each in _ANSWER_FIELDS):
             raise RowError(
                 f"field {name!r} marks good and bad answers, and objective: {objective} would train on both alike; use "
                 "horizon_lm.trainer(KTOTrainer), or keep the rows with good answers and remove the field"
@@ -44,7 +44,7 @@ def reject_other_rows(row: Mapping[str, Any], objective: str) -> None:
 def reject_placeholders(example: Example) -> None:
     """Raise RowError if a prompt has a placeholder of a picture, a film or a sound, or a text begins with one.
 
-    A name with an end tag is a tag of HTML, which rows may talk about.
+    A name whose end tag follows is a tag of HTML instead, which rows may talk about.
     """
     is_text = isinstance(example, Text)
     pattern = _TEXT_PLACEHOLDER if is_text else _PLACEHOLDER

@@ -102,11 +102,11 @@ class _JsonListReader:
                 if not self._text[self.position].isspace():
                     return self._text[self.position]
                 self.position += 1
-            if not self._read():
+            if not self._read_chunk():
                 return ""
 
     def skip(self, wanted: str) -> None:
-        """Consume the next character; raise DataError if it is a different one."""
+        """Move past the next character that is not whitespace; raise DataError if it is not the wanted one."""
         found = self.peek()
         if found != wanted:
             self.fail(f"expecting {wanted!r}" + ("" if found else ", but the file ends"), self.position)
@@ -119,40 +119,40 @@ class _JsonListReader:
             try:
                 value, stop = self._decoder.raw_decode(self._text, self.position)
             except json.JSONDecodeError as error:
-                is_split = error.msg.startswith("Unterminated") or error.pos > len(self._text) - _MAX_LITERAL_CHARS
-                if not (is_split and self._read()):
+                may_be_cut = error.msg.startswith("Unterminated") or error.pos > len(self._text) - _MAX_LITERAL_CHARS
+                if not (may_be_cut and self._read_chunk()):
                     self.fail(error.msg, error.pos)
                 continue
             except (ValueError, RecursionError) as error:
                 self.fail(first_line(error), self.position)
-            # A number may continue after the text that is kept. It is split at most a few characters before the end of that.
+            # A number may continue in the next chunk: it has ended if a delimiter or more than a few characters of text follow.
             is_ended = self._text[stop : stop + 1] in tuple(", ]\t\r\n") or stop < len(self._text) - _MAX_LITERAL_CHARS
-            if is_ended or not self._read():
+            if is_ended or not self._read_chunk():
                 self.position = stop
                 return value
 
     def fail(self, message: str, position: int) -> NoReturn:
         """Raise DataError with the line and column of a position."""
-        line, column = self._place(position)
+        line, column = self._line_and_column(position)
         raise DataError(
             f"{self._path}:{line}:{column}: not valid JSON ({message}); a file that starts with '[' must be one JSON list "
             "of rows"
         )
 
-    def _place(self, position: int) -> tuple[int, int]:
+    def _line_and_column(self, position: int) -> tuple[int, int]:
         """Return the line and column in the file of a position in the text that is kept."""
         before = self._text[:position]
         newlines = before.count("\n")
         column = len(before) - before.rfind("\n") if newlines else self._column + len(before)
         return self._line + newlines, column
 
-    def _read(self) -> bool:
-        """Drop the parsed text, and append another chunk; at the end of the file change nothing, and return False."""
+    def _read_chunk(self) -> bool:
+        """Drop the parsed text, and append another chunk. At the end of the file change nothing, and return False."""
         # A value split across chunks is parsed again from its start, so chunks grow with it to keep the total work
         # linear.
         chunk = self._stream.read(max(_CHUNK_CHARS, len(self._text) - self.position))
         if chunk:
-            self._line, self._column = self._place(self.position)
+            self._line, self._column = self._line_and_column(self.position)
             self._text, self.position = self._text[self.position :] + chunk, 0
         return bool(chunk)
 
@@ -203,7 +203,7 @@ class Source:
         return replace(self, table=self.table.select([]))
 
     def rows(self, columns: Mapping[str, Sequence[Any]]) -> list[Any]:
-        """Return the rows of a part of the table, given as columns. Rows that are not kept as JSON lose their null fields, which a table adds."""
+        """Return the rows of a part of the table, given as columns. Null fields are removed, unless rows are JSON: a table adds them."""
         if self.is_json:
             return [json.loads(text) for text in columns[_JSON]]
         names, values = list(columns), list(columns.values())
@@ -257,17 +257,17 @@ def _read_splits(config: DatasetConfig, splits: Mapping[str, list[Path]]) -> Sou
             f"{config.path}: split: {config.split}: there is no split {unknown[0]!r}; there are {', '.join(splits) or 'none'}"
         )
     sources = {name: _read_files(config, splits[name]) for name in names}
-    if len(is_json := {source.is_json for source in sources.values()}) > 1:
+    if len(kinds := {source.is_json for source in sources.values()}) > 1:
         raise DataError(
             f"{config.path}: split: {config.split}: the splits have files of different types; list each by its own path"
         )
-    table = _select(config, sources)
-    state = digest(config.split, [source.fingerprint for source in sources.values()])
-    return Source(config, table, state, is_json.pop())
+    table = _select_split(config, sources)
+    fingerprint = digest(config.split, [source.fingerprint for source in sources.values()])
+    return Source(config, table, fingerprint, kinds.pop())
 
 
-def _select(config: DatasetConfig, sources: Mapping[str, Source]) -> Any:
-    """Return the rows that ``split`` selects from the sources of splits, as one table, in the order in which it names them."""
+def _select_split(config: DatasetConfig, sources: Mapping[str, Source]) -> Any:
+    """Return the rows that ``split`` selects from ``sources`` (by the name of their split), as one table, in the order of ``split``."""
     import datasets
 
     try:
@@ -306,7 +306,7 @@ def require_known_type(config: DatasetConfig, files: Sequence[Path]) -> str:
 
 
 def names_in_messages(config: DatasetConfig, files: Sequence[Path]) -> list[str]:
-    """Return the names of JSON files for the places of their rows: as the user wrote it, if the entry is one file."""
+    """Return the names of JSON files for the places of their rows: the path as the user wrote it, if the entry is one file."""
     return [config.path] if Path(config.path).expanduser().is_file() else [str(file) for file in files]
 
 
@@ -314,7 +314,7 @@ def names_in_messages(config: DatasetConfig, files: Sequence[Path]) -> list[str]
 
 
 def _file_states(files: Sequence[Path]) -> list[Any]:
-    """Return values that change when the content of a file changes."""
+    """Return the path, size and times of each file: values that change when its content changes."""
     stats = [(os.path.realpath(file), file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
 
@@ -350,7 +350,7 @@ def cannot_be_cached(error: OSError) -> str:
 
 
 def _cache_folder(key: str) -> Path:
-    """Return the folder for prepared rows in the cache, without tables that were altered since they were written."""
+    """Return the folder for prepared rows in the cache. Delete it first if a table in it was altered since it was written."""
     import datasets
 
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "horizon-lm" / key

@@ -27,20 +27,20 @@ def record(table: Any) -> Any:
 
 def discard_altered(folder: Path) -> None:
     """Delete a folder of our own in the cache if a table in it is not as it was recorded."""
-    if any(_altered(folder)):
+    if any(_altered_tables(folder)):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def discard_altered_beside(table: Any) -> None:
-    """Delete the cached tables in the folders of a `datasets.Dataset`, such as those made from it, that are not as they were recorded."""
+    """Delete the altered tables in the folders in which a `datasets.Dataset` has its files, where tables made from it are, too."""
     for folder in {Path(each["filename"]).parent for each in table.cache_files}:
-        for path in _altered(folder):
+        for path in _altered_tables(folder):
             path.unlink(missing_ok=True)
             path.with_name(path.name + _SUFFIX).unlink()
 
 
-def _altered(folder: Path) -> list[Path]:
-    """Return the tables in a folder that are not as they were recorded."""
+def _altered_tables(folder: Path) -> list[Path]:
+    """Return the tables in a folder whose size or hash is not the recorded one."""
     altered = []
     for note in folder.rglob(f"*.arrow{_SUFFIX}"):
         path = note.with_suffix("")

@@ -73,7 +73,7 @@ def argument_variants(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _check_coverage(conversation: Conversation, text: str, marked: str) -> RenderedConversation:
-    """Return a conversation with its text, and the parts that are in it; raise RowError if an answer or a call is not.
+    """Return a conversation with its text and the parts that are in it; raise RowError if an answer or a call is missing from the text.
 
     ``marked``: the text with a marker behind each part.
     """
@@ -109,17 +109,17 @@ def _content_ends(
     """
     if _MARKER.sub("", marked) != text:  # contents with markers have changed more than themselves
         return None
-    places: dict[str, list[int]] = {}  # of each marker, in the text without markers
-    removed = 0
+    places_of_marker: dict[str, list[int]] = {}  # in the text without markers
+    marker_chars = 0  # of the markers so far
     for match in _MARKER.finditer(marked):
-        places.setdefault(match[0], []).append(match.start() - removed)
-        removed += len(match[0])
+        places_of_marker.setdefault(match[0], []).append(match.start() - marker_chars)
+        marker_chars += len(match[0])
     ends: dict[int, int] = {}
     for number, (message, index) in enumerate(zip(messages, indices, strict=True)):
-        found = places.get(_marker("content", index), [])
-        if len(found) == 1:
-            ends[number] = found[0]
-        elif found and message["role"] == "assistant":  # an answer that is there twice
+        marker_places = places_of_marker.get(_marker("content", index), [])
+        if len(marker_places) == 1:
+            ends[number] = marker_places[0]
+        elif marker_places and message["role"] == "assistant":  # an answer that is there twice
             return None
     return ends
 
@@ -136,7 +136,7 @@ def _marker(*place: str | int) -> str:
 
 
 def _parts(conversation: Conversation) -> Iterator[_Part]:
-    """Yield the parts of a conversation that have content: the kind of each, and its index or indices."""
+    """Yield a `_Part` for each part of a conversation that has content: its kind, and its index or indices, as in `_marker`."""
     for index, message in enumerate(conversation.messages):
         for name in TEXT_KEYS:
             if has_text(message.get(name)):
@@ -149,7 +149,7 @@ def _parts(conversation: Conversation) -> Iterator[_Part]:
 
 
 def _render_with_markers(conversation: Conversation, render: Render) -> str:
-    """Return the text of a conversation with a marker behind every part; all markers alone if the template rejects them."""
+    """Return the text of a conversation with a marker behind every part. If the template rejects markers, return all markers alone."""
     try:
         return render(_add_markers(conversation))
     except Exception:  # assume that no part is dropped
@@ -216,7 +216,7 @@ def _with_json_arguments(message: Message) -> Message:
 
 
 def _function_with_json(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the function of a call with its arguments as JSON text; those of a call without any are ``{}``."""
+    """Return the function of a call with its arguments as JSON text, ``{}`` without any."""
     arguments = function.get("arguments", {})
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)

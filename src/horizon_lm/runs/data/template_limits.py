@@ -32,8 +32,8 @@ def limit_templates() -> None:
     """Let transformers render chat templates with limits from now on. Calling this again changes nothing."""
     from transformers.utils import chat_template_utils
 
-    if chat_template_utils._compile_jinja_template is not _limited:
-        chat_template_utils._compile_jinja_template = _limited
+    if chat_template_utils._compile_jinja_template is not _compile_limited:
+        chat_template_utils._compile_jinja_template = _compile_limited
 
 
 class _Server:
@@ -45,9 +45,9 @@ class _Server:
         self._inherited: list[Any] = []  # kept, because dropping a process that is another one's child warns
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer to a request, and start the process if there is none; raise ConfigError if a limit ended it."""
+        """Return the answer to a request, starting the process if there is none; raise ConfigError if it ended, as a limit makes it."""
         with self._lock:
-            process = self._running()
+            process = self._running_process()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -60,7 +60,7 @@ class _Server:
                 self._stop()
                 raise
             if not answer.endswith("\n"):  # it ended within this request
-                raise ConfigError(_reason(self._stop()))
+                raise ConfigError(_describe_end(self._stop()))
             return json.loads(answer)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class _Server:
         if self._process is not None and self._owner == os.getpid():
             self._stop()
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _running_process(self) -> subprocess.Popen[str]:
         """Return the process that renders for this process, and start one if there is none or it has ended."""
         if self._process is not None and self._owner == os.getpid():
             if self._process.poll() is None:
@@ -78,8 +78,8 @@ class _Server:
         return self._process
 
     def _start(self) -> subprocess.Popen[str]:
-        """Start a process that renders, and return it. A process that a fork has inherited is kept, but not used: this process and its parent
-        would read each other's answers.
+        """Start a process that renders, and return it. An inherited one, from before a fork, is kept but not used: this process and its
+        parent would read each other's answers.
         """
         self._inherited.append(self._process)
         self._process, self._owner = None, os.getpid()
@@ -106,7 +106,7 @@ class _Server:
         return process.wait()
 
 
-def _reason(code: int) -> str:
+def _describe_end(code: int) -> str:
     """Return the message, with the remedy, about the end of a rendering process, given its exit status."""
     if -code == signal.SIGXCPU:
         return f"the chat template takes more than {counted(MAX_SECONDS, 'second')} for one text; {_REMEDY}"
@@ -135,13 +135,13 @@ class _LimitedTemplate:
         return str(self._ask(variables, marked=False)["text"])
 
     def generate(self, **variables: Any) -> Iterator[str]:
-        """Yield the text of a conversation in one piece, after adding the places of generated parts to those of the active tracker."""
+        """Yield the text in one piece, after adding the places of generated parts in it to the list of the active tracker."""
         answer = self._ask(variables, marked=True)
         self.environment.spans.extend(map(tuple, answer["spans"]))
         yield str(answer["text"])
 
     def _ask(self, variables: Mapping[str, Any], marked: bool) -> Any:
-        """Return the rendering process's answer, with the places of generated parts if ``marked``; raise the template's error here."""
+        """Return the answer of the rendering process, with the places of generated parts if ``marked``; raise its error here."""
         answer = _SERVER.ask(
             {"template": self._source, "variables": variables, "marked": marked, "seconds": MAX_SECONDS}
         )
@@ -149,7 +149,7 @@ class _LimitedTemplate:
             raise ConfigError(f"the chat template {answer['message']} for one text; {_REMEDY}")
         if "error" in answer:
             kind = getattr(jinja2, answer["error"], None) or getattr(builtins, answer["error"], None)
-            raise _as_error(kind, answer["message"])
+            raise _make_error(kind, answer["message"])
         return answer
 
 
@@ -179,8 +179,8 @@ class _Environment:
         return getattr(chat_template_utils._cached_compile_jinja_template(self._source).environment, name)
 
 
-def _as_error(kind: Any, message: str) -> Exception:
-    """Return an error of the rendering process: of the same type, or a TemplateError if that cannot be made from a message alone."""
+def _make_error(kind: Any, message: str) -> Exception:
+    """Return an error of the rendering process: of its type or, if that takes more than a message, a TemplateError."""
     is_error = isinstance(kind, type) and issubclass(kind, Exception)
     try:
         return kind(message) if is_error else jinja2.TemplateError(message)
@@ -188,4 +188,4 @@ def _as_error(kind: Any, message: str) -> Exception:
         return jinja2.TemplateError(message)
 
 
-_limited = lru_cache(_LimitedTemplate)
+_compile_limited = lru_cache(_LimitedTemplate)

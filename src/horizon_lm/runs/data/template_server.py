@@ -22,7 +22,7 @@ def serve() -> None:
     """Answer requests until stdin is closed.
 
     A request is a template, its variables, whether to mark generated text, and the seconds that rendering may take. The variable
-    ``strftime_now`` is the date that the template's function of this name returns, instead of that of the clock.
+    ``strftime_now`` is the date that the template's function of this name returns, instead of the clock's.
     """
     from transformers.utils import chat_template_utils
 
@@ -62,10 +62,10 @@ def _limit_memory() -> None:
     """Let this process take `MAX_BYTES` more address space than now. Without ``/proc`` there is no limit."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            held = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            present_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return
-    _set_limit(resource.RLIMIT_AS, held + MAX_BYTES)
+    _set_limit(resource.RLIMIT_AS, present_bytes + MAX_BYTES)
 
 
 def _limit_seconds(seconds: int) -> None:

@@ -105,7 +105,7 @@ class TokenTable(Sequence[Row]):
             yield from part.token_ids()
 
     def split(self, held_out: np.ndarray) -> tuple["TokenTable", "TokenTable"]:
-        """Return the rows selected by a mask (n,), and the remaining rows."""
+        """Return two tables: the rows that the mask ``held_out`` (n,) selects, and the remaining rows."""
         selected, others, start = [], [], 0
         for part in self._parts:
             mask = held_out[start : start + len(part.indices)]
@@ -171,7 +171,7 @@ class Part:
 
     @property
     def longest(self) -> np.ndarray:
-        """The length of the longest sequence in each row of the table; of a packed row, that of the longest row in it."""
+        """The number of tokens in the longest sequence of each row of the table, or in the longest row of each packed row, int (n,)."""
         if "seq_lengths" not in self.table.column_names:
             return self.lengths
         longest = [np.zeros(0, dtype=np.int64)]
@@ -231,10 +231,10 @@ class Part:
         for name in self._id_columns:
             start = 0  # of the chunk, in the table
             for chunk in self.table.data.column(name).chunks:
-                values, borders = chunk.flatten().to_numpy(), np.concatenate([[0], np.cumsum(chunk.value_lengths())])
+                ids, bounds = chunk.flatten().to_numpy(), np.concatenate([[0], np.cumsum(chunk.value_lengths())])
                 for row in np.flatnonzero(used[start : start + len(chunk)]):
-                    tokens = values[borders[row] : borders[row + 1]][:length]
-                    content = hashes[start + row].tobytes() + tokens.tobytes()  # with those of the sequence before it
+                    tokens = ids[bounds[row] : bounds[row + 1]][:length]
+                    content = hashes[start + row].tobytes() + tokens.tobytes()  # with the hash of the row so far
                     hashes[start + row] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
                 start += len(chunk)
         return hashes[self.indices]

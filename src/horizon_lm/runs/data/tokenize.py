@@ -50,7 +50,7 @@ class RowFlag(IntFlag):
 
 REASONS = (RowFlag.NO_ANSWER, RowFlag.CUT_ANSWER, RowFlag.SAME_ANSWERS)
 LEFT_OUT = reduce(or_, REASONS)  # rows with one of these are not used
-_NONE, _NO_ENDS = RowFlag(0), np.zeros(0, dtype=np.int64)
+_NO_FLAGS, _NO_ENDS = RowFlag(0), np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Tokens:
 
     ids: np.ndarray
     trained: np.ndarray
-    flags: RowFlag = _NONE
+    flags: RowFlag = _NO_FLAGS
     ends: np.ndarray = field(default_factory=lambda: _NO_ENDS)
     inner: frozenset[int] = frozenset()
 
@@ -83,22 +83,22 @@ class Tokens:
         return sorted(set(self.ids[ends].tolist()) - self.inner)
 
 
-def _flag(flag: RowFlag, is_set: object) -> RowFlag:
-    return flag if is_set else _NONE
+def _flag_if(flag: RowFlag, is_set: object) -> RowFlag:
+    return flag if is_set else _NO_FLAGS
 
 
 def flags_of_row(sequences: Sequence[Tokens]) -> RowFlag:
-    """Return the flags of all sequences of a row, but only the first reason to leave it out, so that it is counted once."""
+    """Return the flags of all sequences of a row, but of `REASONS` to leave it out only the first one, so that it is counted once."""
     flags = reduce(or_, (each.flags for each in sequences))
-    first = next((reason for reason in REASONS if reason in flags), _NONE)
+    first = next((reason for reason in REASONS if reason in flags), _NO_FLAGS)
     return flags & ~LEFT_OUT | first
 
 
 def _turn_flags(messages: Sequence[Message]) -> RowFlag:
     """Return the flags of the first and the last turn of a conversation."""
     turns = [each["role"] for each in messages if each["role"] not in ("system", "developer")]
-    first = _flag(RowFlag.ASSISTANT_FIRST, turns[:1] == ["assistant"])
-    return first | _flag(RowFlag.UNANSWERED, turns[-1:] != ["assistant"])
+    first = _flag_if(RowFlag.ASSISTANT_FIRST, turns[:1] == ["assistant"])
+    return first | _flag_if(RowFlag.UNANSWERED, turns[-1:] != ["assistant"])
 
 
 class ExampleTokenizer:
@@ -116,11 +116,11 @@ class ExampleTokenizer:
         self._tokenizer, self._train_on, self._max_length = with_offsets(tokenizer), train_on, max_length
         self._day = day
         self._renderer: ChatRenderer | None = None
-        self._stripping = stripping_ids(tokenizer)
+        self._stripping_ids = stripping_ids(tokenizer)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
             *tokenizer.all_special_tokens
         }
-        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+        self._special_pattern = re.compile("|".join(map(re.escape, special))) if special else None
 
     def tokenize(self, example: Example) -> list[Tokens]:
         """Return the truncated sequence of an example, or both sequences of a preference. All flags are about the tokens that are left.
@@ -133,23 +133,23 @@ class ExampleTokenizer:
         if not isinstance(example, Preference):
             return [self._tokenize_answer(example, self._train_on)]
         pair = [self._tokenize_answer(answer, "completion") for answer in (example.chosen, example.rejected)]
-        flag = _flag(RowFlag.SAME_ANSWERS, np.array_equal(pair[0].ids, pair[1].ids))
+        flag = _flag_if(RowFlag.SAME_ANSWERS, np.array_equal(pair[0].ids, pair[1].ids))
         # A prompt of a preference may begin and end with any turn.
         return [
             replace(each, flags=(each.flags | flag) & ~(RowFlag.ASSISTANT_FIRST | RowFlag.UNANSWERED)) for each in pair
         ]
 
     def _tokenize_text(self, example: Text) -> Tokens:
-        """Return the tokens of a text, all of which are trained; raise RowError if ``train_on`` asks for a part of it."""
+        """Return the tokens of a text, all of them targets; raise RowError if ``train_on`` asks for a part of it."""
         if self._train_on in ("assistant", "completion"):
             raise RowError(f"a text has no prompt or assistant for train_on: {self._train_on}; remove train_on")
         ids = np.array(self._tokenizer(self._with_eos(example.text))["input_ids"], dtype=np.int32)
         trained = np.ones(len(ids), dtype=bool)
-        flags = _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
-        return self._cut(ids, trained, trained, flags | _flag(RowFlag.NO_ANSWER, not has_answer(example)))
+        flags = _flag_if(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
+        return self._truncated(ids, trained, trained, flags | _flag_if(RowFlag.NO_ANSWER, not has_answer(example)))
 
     def _tokenize_answer(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
-        """Return the tokens of a prompt and its answer. Without ``train_on`` a completion is trained, or else the assistant's tokens."""
+        """Return the tokens of a prompt and its answer. ``train_on`` None: train the completion, or the assistant's tokens without one."""
         if isinstance(example, Completion):
             return self._tokenize_completion(example, train_on)
         rendered = self.renderer.render(example)
@@ -159,24 +159,24 @@ class ExampleTokenizer:
         questions_and_answers = (each for each in messages if each["role"] in ("user", "assistant"))
         flags = (
             _turn_flags(messages)
-            | _flag(RowFlag.MISSING_EOS, rendered.unended is not None and self._keeps(rendered.unended))
-            | _flag(RowFlag.DROPPED_BY_TEMPLATE, rendered.dropped is not None and rendered.dropped < len(messages))
-            | _flag(RowFlag.SPECIAL_TEXT, self._has_special_text(messages))
-            | _flag(RowFlag.BLANK, not all(map(has_content, questions_and_answers)))
-            | _flag(RowFlag.NO_ANSWER, not has_answer(example) or not rendered.assistant.any())
+            | _flag_if(RowFlag.MISSING_EOS, rendered.unended is not None and self._keeps(rendered.unended))
+            | _flag_if(RowFlag.DROPPED_BY_TEMPLATE, rendered.dropped is not None and rendered.dropped < len(messages))
+            | _flag_if(RowFlag.SPECIAL_TEXT, self._has_special_text(messages))
+            | _flag_if(RowFlag.BLANK, not all(map(has_content, questions_and_answers)))
+            | _flag_if(RowFlag.NO_ANSWER, not has_answer(example) or not rendered.assistant.any())
         )
         ids, answer = rendered.ids.astype(np.int32), trained & rendered.assistant
-        return self._cut(ids, trained, answer, flags, rendered.ends, rendered.inner)
+        return self._truncated(ids, trained, answer, flags, rendered.ends, rendered.inner)
 
     def _keeps(self, index: int) -> bool:
         """Return whether truncation keeps the token at an index."""
         return self._max_length is None or index < self._max_length
 
-    def _cut(
+    def _truncated(
         self, ids: np.ndarray, trained: np.ndarray, answer: np.ndarray, flags: RowFlag, ends: np.ndarray = _NO_ENDS,
         inner: frozenset[int] = frozenset(),
     ) -> Tokens:  # fmt: skip
-        """Return the tokens that truncation keeps, with the flags of what it leaves of them.
+        """Return the tokens that truncation keeps, with the flags that follow from what is lost.
 
         Args:
             ids, trained: the sequence, shape (T,).
@@ -186,23 +186,23 @@ class ExampleTokenizer:
         """
         length = self._max_length
         kept = Tokens(ids[:length], trained[:length], ends=ends if length is None else ends[ends < length], inner=inner)
-        flags |= _flag(RowFlag.NO_ANSWER, not trained[1:].any())
+        flags |= _flag_if(RowFlag.NO_ANSWER, not trained[1:].any())
         if not self._keeps(len(ids) - 1):
-            flags |= RowFlag.TRUNCATED | _flag(RowFlag.LOST_TARGETS, trained[length:].any())
-            is_left = kept.num_targets and has_text(self._tokenizer.decode(kept.ids[answer[:length]]))
-            flags |= _flag(RowFlag.CUT_ANSWER, not is_left)
+            flags |= RowFlag.TRUNCATED | _flag_if(RowFlag.LOST_TARGETS, trained[length:].any())
+            has_answer_left = kept.num_targets and has_text(self._tokenizer.decode(kept.ids[answer[:length]]))
+            flags |= _flag_if(RowFlag.CUT_ANSWER, not has_answer_left)
         return replace(kept, flags=flags)
 
     def _kept_messages(self, example: Conversation, rendered: TokenizedConversation) -> Sequence[Message]:
         """Return the messages of which truncation keeps tokens; all of them if it is not certain which ones.
 
-        Only the places of answers are known. So the last answer that is kept, in whole or in part, decides: the messages after it, up to
-        the first answer that is lost, count as kept if any text follows it.
+        Only the places of answers are known. So messages up to the last answer of which truncation keeps a token count as kept; the
+        messages after it, up to the first answer that is lost, count only if any text follows that answer.
         """
-        messages, starts, answers = example.messages, _starts(rendered.assistant), _answers(example)
+        messages, starts, answers = example.messages, _part_starts(rendered.assistant), _answer_indices(example)
         if self._keeps(len(rendered.ids) - 1) or len(starts) != len(answers):
             return messages
-        num_kept = sum(map(self._keeps, starts))  # answers
+        num_kept = sum(map(self._keeps, starts))  # answers of which a token is kept
         before_lost = messages[: answers[num_kept]] if num_kept < len(answers) else messages
         if not num_kept:
             return before_lost
@@ -211,11 +211,11 @@ class ExampleTokenizer:
         return before_lost if has_text(rest) else messages[: answers[num_kept - 1] + 1]
 
     def _has_special_text(self, messages: Sequence[Message]) -> bool:
-        """Return whether a message of another than the assistant has a special token, which the model reads as such."""
-        if self._special is None or self._tokenizer.split_special_tokens:
+        """Return whether a message that is not the assistant's has a special token in its text, which the model reads as such."""
+        if self._special_pattern is None or self._tokenizer.split_special_tokens:
             return False
         texts = (message["content"] for message in messages if message["role"] != "assistant")
-        return any(map(self._special.search, texts))
+        return any(map(self._special_pattern.search, texts))
 
     @property
     def renderer(self) -> ChatRenderer:
@@ -233,16 +233,16 @@ class ExampleTokenizer:
         ids = np.array(encoded["input_ids"], dtype=np.int32)
         # A token that spans both belongs to the completion, and so do all after it, such as those that the tokenizer appends.
         offsets = np.array(encoded["offset_mapping"])
-        completion = np.cumsum(reaches_behind(len(example.prompt), ids, offsets, self._stripping)) > 0
+        completion = np.cumsum(reaches_behind(len(example.prompt), ids, offsets, self._stripping_ids)) > 0
         trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
-        end = self._tokenizer.eos_token_id
+        eos_id = self._tokenizer.eos_token_id
         flags = (
-            _flag(RowFlag.MISSING_EOS, end is None)
-            | _flag(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None)
-            | _flag(RowFlag.BLANK, not has_text(example.prompt))
-            | _flag(RowFlag.NO_ANSWER, not has_answer(example))
+            _flag_if(RowFlag.MISSING_EOS, eos_id is None)
+            | _flag_if(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None)
+            | _flag_if(RowFlag.BLANK, not has_text(example.prompt))
+            | _flag_if(RowFlag.NO_ANSWER, not has_answer(example))
         )
-        return self._cut(ids, trained, completion, flags, np.flatnonzero(ids == end)[-1:])
+        return self._truncated(ids, trained, completion, flags, np.flatnonzero(ids == eos_id)[-1:])
 
     def _with_eos(self, text: str) -> str:
         """Return a text that ends with the tokenizer's end-of-sequence token, if it has one."""
@@ -250,12 +250,12 @@ class ExampleTokenizer:
         return text if end is None or text.endswith(end) else text + end
 
 
-def _starts(mask: np.ndarray) -> np.ndarray:
+def _part_starts(mask: np.ndarray) -> np.ndarray:
     """Return the index of the first token of each part of a mask (T,)."""
     return np.flatnonzero(mask & ~np.insert(mask[:-1], 0, False))
 
 
-def _answers(example: Conversation) -> list[int]:
+def _answer_indices(example: Conversation) -> list[int]:
     """Return the indices of the assistant's messages in a conversation that are not empty; empty ones have no tokens."""
     return [i for i, each in enumerate(example.messages) if each["role"] == "assistant" and has_content(each)]
 
@@ -268,7 +268,7 @@ def _completion_mask(assistant: np.ndarray, example: Conversation) -> np.ndarray
         RowError: the assistant's tokens are in more or fewer parts than the conversation has answers, or one of several answers after
             the prompt is empty.
     """
-    starts, answers = _starts(assistant), _answers(example)
+    starts, answers = _part_starts(assistant), _answer_indices(example)
     if len(starts) != len(answers):
         raise RowError(
             f"the row has {len(answers)} answers, but the chat template renders {len(starts)}, so the start of the completion is "
@@ -283,8 +283,8 @@ def _completion_mask(assistant: np.ndarray, example: Conversation) -> np.ndarray
     completion = np.arange(len(assistant)) >= starts[answers.index(after_prompt[0])]
     if example.num_prompt is None:
         return assistant & completion
-    num_with_empty = sum(each["role"] == "assistant" for each in example.messages[first_message:])
-    if num_with_empty > len(after_prompt):
+    num_answers = sum(each["role"] == "assistant" for each in example.messages[first_message:])
+    if num_answers > len(after_prompt):
         raise RowError("an answer after the prompt is empty, and cannot be told from the tokens around it; remove it")
     return completion
 

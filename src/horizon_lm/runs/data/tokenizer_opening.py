@@ -19,7 +19,7 @@ _PANIC = "PanicException"  # of pyo3, which offers no import of it
 
 
 def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str | None = None) -> Any:
-    """Load the tokenizer in a folder, with limits on its templates and texts. Raise ConfigError if there is none, or it exceeds one."""
+    """Load the tokenizer in a folder, limiting its templates and texts. Raise ConfigError if there is none, or it exceeds a limit."""
     from transformers import AutoTokenizer
 
     limit_templates()
@@ -55,8 +55,8 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
 
 
 def _require_little_growth_of_file(path: Path) -> None:
-    """Raise ConfigError if the normalizer in a ``tokenizer.json`` makes too many characters of one. A file that is too long to be parsed twice
-    is checked once it is loaded (`_require_little_growth_of`).
+    """Raise ConfigError if the normalizer in a ``tokenizer.json`` makes too many characters of one, before loading uses it. A file that is
+    too long to be parsed twice is checked once it is loaded (`_require_little_growth_of`).
     """
     if not path.is_file() or path.stat().st_size > _MAX_PARSED_BYTES:
         return
@@ -106,7 +106,7 @@ def _growth(normalizer: Any) -> float:
 
 
 def _report_panics() -> None:
-    """Let all fast tokenizers raise ConfigError where their library panics. Calling this again changes nothing.
+    """Make all fast tokenizers of this process raise ConfigError where their library panics. Calling this again changes nothing.
 
     Patterns of a ``tokenizer.json`` may take more tries for a text than the library allows. It panics then, with an exception
     that is no ``Exception``, so nobody who handles errors would catch it.
@@ -119,7 +119,7 @@ def _report_panics() -> None:
 
 
 def _reporting(encode: Any) -> Any:
-    """Return a method that encodes, and raises ConfigError if the Rust code of the tokenizer panics."""
+    """Return a method that encodes as ``encode`` does, but raises ConfigError if the Rust code of the tokenizer panics."""
 
     @wraps(encode, assigned=())
     def reporting(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:

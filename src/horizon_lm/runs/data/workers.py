@@ -17,54 +17,54 @@ import psutil
 from horizon_lm.common.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_END = (signal.SIGTERM,)  # how a pool ends its workers
-_PATIENCE = 5.0  # seconds between a signal from elsewhere and the end of a worker whose parent does not end it
-_parent: tuple[int, int] | None = None  # the process and the thread that start workers now
+_POOL_SIGNALS = (signal.SIGTERM,)  # how a pool ends its workers
+_SECONDS_UNTIL_END = 5.0  # seconds between a signal from elsewhere and the end of a worker whose parent does not end it
+_forking_thread: tuple[int, int] | None = None  # the process and the thread that start workers now
 _libc = ctypes.CDLL(None)
 
 
 @contextmanager
 def ending_with_us() -> Iterator[None]:
-    """Context manager: make a worker of every process that is forked in it (`_become_worker`). After an error those that remain are
-    killed.
+    """Context manager: every process that is forked in it becomes a worker (`_become_worker`). On an error, the child processes that were
+    started in it are killed.
     """
-    global _parent
-    before, others = _parent, psutil.Process().children()
-    _parent = os.getpid(), threading.get_ident()
+    global _forking_thread
+    outer, earlier = _forking_thread, psutil.Process().children()
+    _forking_thread = os.getpid(), threading.get_ident()
     try:
         yield
     except BaseException:
         for process in psutil.Process().children():
-            if process not in others:
+            if process not in earlier:
                 process.kill()
         raise
     finally:
-        _parent = before
+        _forking_thread = outer
 
 
 def _become_worker() -> None:
     """Let a forked process end with its parent, if it was forked inside of `ending_with_us`. Called in every forked process."""
-    global _parent
-    if _parent is None:
+    global _forking_thread
+    if _forking_thread is None:
         return
-    (process, thread), _parent = _parent, None  # what a worker forks itself is none
+    (process, thread), _forking_thread = _forking_thread, None  # a process that a worker forks is no worker
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL if number in _END else signal.SIG_IGN)
+        signal.signal(number, signal.SIG_DFL if number in _POOL_SIGNALS else signal.SIG_IGN)
     # The system watches the thread that forked, not its process. A pool replaces dead workers in a thread that ends too early.
     if threading.get_ident() == thread:
         with suppress(AttributeError):  # not Linux
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != process:  # it died in between
         os._exit(1)
-    if hasattr(signal, "sigwaitinfo"):  # which tells the sender; not on macOS
-        signal.pthread_sigmask(signal.SIG_BLOCK, _END)
-        threading.Thread(target=_end_with, args=(process,), name="horizon-end", daemon=True).start()
+    if hasattr(signal, "sigwaitinfo"):  # which knows the sender of a signal; not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, _POOL_SIGNALS)
+        threading.Thread(target=_end_on_signal, args=(process,), name="horizon-end", daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent signals so, or a while after a signal from elsewhere."""
-    if signal.sigwaitinfo(_END).si_pid != parent:
-        signal.sigtimedwait(_END, _PATIENCE)  # two signals at the same time may arrive as one
+def _end_on_signal(parent: int) -> None:
+    """Wait for a signal to end, and end this process: at once if ``parent`` sent it, or `_SECONDS_UNTIL_END` after one from elsewhere."""
+    if signal.sigwaitinfo(_POOL_SIGNALS).si_pid != parent:
+        signal.sigtimedwait(_POOL_SIGNALS, _SECONDS_UNTIL_END)  # two signals at the same time may arrive as one
     os._exit(1)
 
 
