@@ -58,14 +58,14 @@ class Source:
         return self.model.config
 
     def checkpoint_bytes(self, layout: ModelLayout[StorageLayout]) -> int:
-        """Return the bytes of the weights in the published files, with codes and scales if they are quantized there.
+        """Return the bytes of the weights in the published files, with codes and scales if these are quantized.
 
         Args:
             layout: the layout of the model in a run.
         """
         if self.model.quantization is None:
             return round(layout.num_parameters * self.stored_bytes)
-        if not layout.is_quantized:  # the run decodes them, so its layout has none of the codes in the files
+        if not layout.is_quantized:  # the run decodes the weights, so its layout lacks the codes in the files
             layout = model_outline.published_layout(
                 self.model, Quantized.of(self.model.quantization, self.model.folder)
             )
@@ -81,7 +81,7 @@ class Source:
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
     ) -> ModelOutline:
-        """Return the model's outline for a run. The arguments are those of `cost.model_outline.outline_model`."""
+        """Return the model's outline for a run. The arguments are as in `model_outline.outline_model`."""
         quantized = self.quantized
         if quantized is None and not run.dequantize:
             published = Quantized.of(self.model.quantization, self.model.folder)
@@ -134,7 +134,7 @@ def open_source(run: RunConfig) -> Source:
     config = known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
     if known and known.quantization:
         config.quantization_config = dict(known.quantization)
-    return Source(_model_of(run, config, None), hf_config.config_bytes(config), is_local=False)
+    return Source(_checked_model(run, config, None), hf_config.config_bytes(config), is_local=False)
 
 
 def fetch_source(run: RunConfig) -> Source:
@@ -147,9 +147,9 @@ def fetch_source(run: RunConfig) -> Source:
 
 
 def _source_in_folder(run: RunConfig, folder: Path) -> Source:
-    """Return a run's model, whose files are in a folder."""
+    """Return a run's model whose files are in a folder."""
     config = hf_config.load_config(folder, run.trust_remote_code, run.gguf_file)
-    model = _model_of(run, config, folder)
+    model = _checked_model(run, config, folder)
     if run.gguf_file:
         stored_itemsize = 2  # weights of a GGUF file are decoded to 16 bits, except for training in float32
     elif model.quantization:
@@ -159,10 +159,10 @@ def _source_in_folder(run: RunConfig, folder: Path) -> Source:
     return Source(model, stored_itemsize, is_local=True)
 
 
-def _model_of(run: RunConfig, config: Any, folder: Path | None) -> ModelSource:
-    """Return a run's model with this config. Raise an error if the run would train quantized weights, or if its adapters are missing.
+def _checked_model(run: RunConfig, config: Any, folder: Path | None) -> ModelSource:
+    """Return a run's model with this config; raise an error if the run would train quantized weights, or its adapters are missing.
 
-    ``folder`` is the folder of its files; None if they are not on this machine.
+    ``folder``: the folder of the model's files; None if they are not on this machine.
     """
     require_adapters(config, run)
     if run.adapter_name_or_path is not None:
@@ -205,14 +205,14 @@ class RowShape:
         rows, held_out = loader.rows, list(held_out)
         assert isinstance(rows, TokenTable)
         steps = [loader.sampler.rows(step) for step in range(loader.sampler.steps_per_epoch)]
-        padded = sum(rows.lengths[step].max() * len(step) for step in steps)  # tokens of an epoch with padding
+        padded_tokens = sum(rows.lengths[step].max() * len(step) for step in steps)  # of an epoch
         return cls(
             length=int(rows.lengths.max()),
             eval_length=max((int(table.lengths.max()) for table in held_out), default=0),
             masked=any(table.needs_mask for table in (rows, *held_out)),
-            # One more token for padding, and at most as many others as the longest prompt has.
+            # One more for padding. The longest sample prompt may add as many distinct tokens as it has.
             distinct_tokens=_num_distinct([rows, *held_out]) + 1 + prompt_length,
-            typical_length=round(padded / sum(map(len, steps))),
+            typical_length=round(padded_tokens / sum(map(len, steps))),
             tokens=float(sum(rows.num_tokens[step].sum() for step in steps)) / len(steps),
             prompt_length=prompt_length,
         )
@@ -223,6 +223,6 @@ def _num_distinct(tables: Iterable[TokenTable]) -> int:
     is_present = np.zeros(1, dtype=bool)  # by token id
     for ids in (ids for table in tables for ids in table.token_ids() if len(ids)):
         if (largest := int(ids.max())) >= len(is_present):
-            is_present = np.pad(is_present, (0, 2 * largest + 1 - len(is_present)))
+            is_present = np.pad(is_present, (0, 2 * largest + 1 - len(is_present)))  # doubled, to grow seldom
         is_present[ids] = True
     return int(is_present.sum())

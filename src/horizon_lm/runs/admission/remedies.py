@@ -28,12 +28,12 @@ def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
 def _with_adapters(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
     """Return adapters as the remedy for a run that cannot train the whole model.
 
-    They are tried on the model as it is, then on 4-bit weights. If neither fits, the last of them is combined with the changes of settings
-    with which it fits. Empty if these do not suffice, or if the model takes no adapters.
+    Adapters are tried on the model as it is, then on 4-bit weights. If neither fits, the last try is combined with further changes of
+    settings with which it fits. The list is empty if none do, or if the model takes no adapters.
     """
     request = replace(plan.request, grad_bytes=4 if run.grad_dtype is None else plan.request.grad_bytes)
     remedy = None
-    for settings, cost in _adapters(run, source, plan):
+    for settings, cost in _adapter_settings(run, source, plan):
         outline_for = partial(source.outline, run.model_copy(update=settings), length=plan.step.outline.length)
         try:
             adapted = make_plan(outline_for(), request, plan.machine, priced=False)
@@ -49,8 +49,8 @@ def _with_adapters(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
     ]
 
 
-def _adapters(run: RunConfig, source: Source, plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the settings with which adapters are trained, and their costs as text: on the model as it is first, then on 4-bit weights."""
+def _adapter_settings(run: RunConfig, source: Source, plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the settings of each way to train adapters, and its cost as text: on the model as it is first, then on 4-bit weights."""
     settings: dict[str, Any] = {"use_peft": True}
     if run.trainable is not None:
         settings["trainable"] = None

@@ -87,7 +87,7 @@ def plan_run(
     return replace(
         plan,
         reasons=[*plan.reasons, *_attention_reasons(run, source, plan, rows)],
-        problems=[*plan.problems, *_problems(source, plan, rows)],
+        problems=[*plan.problems, *_problems_of_first_step(source, plan, rows)],
     )
 
 
@@ -105,21 +105,21 @@ def _collective_bytes(num_ranges: int, num_ranks: int, links: Interconnect | Non
         num_ranks: number of all ranks.
         links: the links between the devices; None if unknown, as if a copy's devices were in one machine.
     """
-    gpus, num_copies = num_ranges if links is None else links.gpus, num_ranks // num_ranges
-    spans_machines = num_ranges > gpus and num_ranges % gpus == 0
+    gpus_of_machine, num_copies = num_ranges if links is None else links.gpus, num_ranks // num_ranges
+    spans_machines = num_ranges > gpus_of_machine and num_ranges % gpus_of_machine == 0
     is_direct = links is None or not links.through_host
-    num_peers = min(num_ranges, gpus) - 1 if is_direct else 0
+    num_peers = min(num_ranges, gpus_of_machine) - 1 if is_direct else 0
     num_bytes = num_peers * _PEER_BYTES
-    # Each rank is in two groups: the ranks of its copy of the model, and the ranks that have its range of the other copies.
-    groups = ((num_ranges, gpus if spans_machines else num_ranges), (num_copies, num_copies))
-    for size, of_machine in groups:
+    # Two groups that a rank is in, each as its size and its ranks in one machine: its copy of the model, and its range in all copies.
+    sizes_of_groups = ((num_ranges, gpus_of_machine if spans_machines else num_ranges), (num_copies, num_copies))
+    for size, of_machine in sizes_of_groups:
         if size > 1:
             num_bytes += _COMMUNICATOR_BYTES + sum(sum_buffers(size, of_machine).values())
     return num_bytes
 
 
 def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShape) -> list[str]:
-    """Return a sentence that names the kernel of packed and padded rows; none on a CPU, without such rows, or without attention."""
+    """Return a sentence that names the kernel of packed and padded rows, or none: on a CPU, without such rows, or without attention."""
     from horizon_lm.model.attention_kernels import kernel_of_segments
     from horizon_lm.model.attention_with_sinks import has_sinks
 
@@ -135,8 +135,8 @@ def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShap
     return [f"attention: packed and padded rows use {kernel}"]
 
 
-def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
-    """Return the reasons why the engine would reject the first step."""
+def _problems_of_first_step(source: Source, plan: Plan, rows: RowShape) -> list[str]:
+    """Return the reasons for which the engine would reject the first step."""
     from horizon_lm.model.attention import large_mask
 
     outline, config = plan.step.outline, source.config.get_text_config()
@@ -150,7 +150,7 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
 
 
 def make_request(run: RunConfig, source: Source, rows: RowShape, stored_bytes: int, **others: Any) -> Request:
-    """Convert the settings of a run to a request to the planner. ``others``: fields that no setting has."""
+    """Return a request to the planner with the settings of a run. ``others``: fields of the request that no setting has."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" or run.use_peft else "bfloat16")
     return Request(
         **StreamingOptions.of(run),
@@ -197,7 +197,7 @@ def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[Forwar
 
 
 def does_not_fit(plan: Plan, remedies: Sequence[Remedy], is_shown: bool = False) -> DoesNotFitError:
-    """Return the error for a plan that does not fit, with the remedies, and with the numbers unless the plan that was shown has them."""
+    """Return the error for a plan that does not fit, with remedies. ``is_shown``: the plan was printed, so its numbers are not repeated."""
     deficits = () if is_shown else (f"  {describe_deficit(*each)}" for each in plan.lacking.items())
     return DoesNotFitError("\n".join(["this run does not fit", *deficits, *remedy_lines(plan, remedies)]))
 
@@ -263,21 +263,21 @@ class Admission:
         return self._source.model
 
     def reject_if_impossible(self) -> None:
-        """Raise DoesNotFitError before examples are read if not even the shortest examples would fit."""
+        """Raise DoesNotFitError before examples are read if not even the shortest would fit. Find the vocabulary, which `admit` needs."""
         run, machine = self._run, self._machine()
         length = run.max_length or _USUAL_LENGTH
-        early = partial(self._plan, run, self._source, machine, priced=False, counts_files=False)
-        plan = early(rows=RowShape(length, length))
+        plan_early = partial(self._plan, run, self._source, machine, priced=False, counts_files=False)
+        plan = plan_early(rows=RowShape(length, length))
         self._vocabulary = plan.step.outline.layout.vocabulary
         shortest = RowShape(1, 1, masked=False, distinct_tokens=1)
-        if not plan.fits and not early(rows=shortest).fits:
+        if not plan.fits and not plan_early(rows=shortest).fits:
             self._reject(plan)
 
     def admit(
         self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, saves: Saves, prompt_length: int,
         tokenizer: Any = None,
     ) -> Plan:  # fmt: skip
-        """Return the plan for these examples.
+        """Return the plan for these examples, and keep them and the plan's lasting choices for later plans.
 
         Raises:
             DoesNotFitError: the run does not fit; with remedies.
@@ -316,18 +316,18 @@ class Admission:
         used = device_use(replace(plan.step, settings=plan.step.settings.keeping(residency))).total
         for share in _SMALLER:
             machine = with_device_room(plan.machine, int(share * used))
-            found = self._plan_for(self._run, machine=machine, priced=False)
+            planned = self._plan_for(self._run, machine=machine, priced=False)
             # Planned again with these choices for the machine as it is, so that the budgets show its limits.
-            smaller = self._plan_for(apply_plan(self._run, found), machine=plan.machine)
+            smaller = self._plan_for(apply_plan(self._run, planned), machine=plan.machine)
             if smaller.fits and device_use(smaller.step).total < used:
-                return replace(smaller, reasons=found.reasons)
+                return replace(smaller, reasons=planned.reasons)
         return None
 
     def out_of_memory(self, plan: Plan, problem: str) -> DoesNotFitError:
-        """Return the error for a plan that was too large for a step, with remedies."""
+        """Return the error for a plan that was too large for a step: with the next smaller plan as its remedy, if any, else with others."""
         smaller = self.smaller_plan(plan)
         if smaller is not None:
-            remedies = [Remedy(self._choices(smaller), "more transfers and recomputation", smaller)]
+            remedies = [Remedy(self._chosen_settings(smaller), "more transfers and recomputation", smaller)]
         else:
             used = device_use(plan.step).total
             smaller = self._plan_for(self._run, machine=with_device_room(plan.machine, int(_SMALLER[0] * used)))
@@ -339,8 +339,8 @@ class Admission:
         machine = this_machine(self._run)
         return machine if self._agree is None else self._agree(machine)
 
-    def _choices(self, plan: Plan) -> dict[str, Any]:
-        """Return the settings that a plan chooses and the run leaves open."""
+    def _chosen_settings(self, plan: Plan) -> dict[str, Any]:
+        """Return the settings that the run leaves open, as a plan chooses them."""
         given, chosen = StreamingOptions.of(self._run), StreamingOptions.of(apply_plan(self._run, plan))
         return {name: value for name, value in chosen.items() if value != given[name]}
 

@@ -40,13 +40,13 @@ def side_files(
         export_bytes: bytes per element of the exported model.
         tokenizer: the tokenizer of the run; None if it is not loaded.
     """
-    written = _tokenizer_bytes(outline, tokenizer)
+    saved_bytes = _tokenizer_bytes(outline, tokenizer)
     if outline.base_is_frozen:
         trained = sum(len(slab.grad_layout.entries) for slab in outline.layout.slabs())
-        written += _ADAPTER_BYTES + _ADAPTER_TENSOR_BYTES * trained
+        saved_bytes += _ADAPTER_BYTES + _ADAPTER_TENSOR_BYTES * trained
     else:
-        written += _model_bytes(source, export_bytes) if source.is_local else _CONFIG_BYTES
-    return SideFiles(written, _record_bytes(run, num_steps))
+        saved_bytes += _model_bytes(source, export_bytes) if source.is_local else _CONFIG_BYTES
+    return SideFiles(saved_bytes, _bytes_of_records(run, num_steps))
 
 
 def _model_bytes(source: Source, itemsize: int) -> int:
@@ -60,8 +60,8 @@ def _model_bytes(source: Source, itemsize: int) -> int:
         if not (unit == HEAD and parts.tied)
     ]
     buffers = persistent_buffers(parts, _Names({name for names in units for name in names}))
-    held = sum(buffer.nbytes for buffer in buffers.values()) + header_bytes(model, [*units, buffers])
-    return held + _written(lambda folder: write_configs(Disk(), model, folder, dtype), _CONFIG_BYTES)
+    num_bytes = sum(buffer.nbytes for buffer in buffers.values()) + header_bytes(model, [*units, buffers])
+    return num_bytes + _bytes_written(lambda folder: write_configs(Disk(), model, folder, dtype), _CONFIG_BYTES)
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class _Names:
 def _tokenizer_bytes(outline: ModelOutline, tokenizer: Any) -> int:
     """Return the bytes of a tokenizer's files with its templates; an estimate if it is not loaded."""
     estimate = _TOKEN_BYTES * outline.layout.vocabulary
-    return estimate if tokenizer is None else _written(tokenizer.save_pretrained, estimate)
+    return estimate if tokenizer is None else _bytes_written(tokenizer.save_pretrained, estimate)
 
 
-def _written(write: Callable[[Path], object], estimate: int) -> int:
-    """Return the bytes of the files that a function writes into a folder; an estimate if there is no place to write them."""
+def _bytes_written(write: Callable[[Path], object], estimate: int) -> int:
+    """Return the bytes of the files that a function writes into a temporary folder; the estimate if the system cannot write there."""
     try:
         with tempfile.TemporaryDirectory(prefix="horizon-lm-plan-") as folder:
             write(Path(folder))
@@ -89,7 +89,7 @@ def _written(write: Callable[[Path], object], estimate: int) -> int:
         return estimate
 
 
-def _record_bytes(run: RunConfig, num_steps: int | None) -> int:
+def _bytes_of_records(run: RunConfig, num_steps: int | None) -> int:
     """Return the bytes of the files that a run writes besides models and checkpoints, at most."""
     if num_steps is None:
         return _RUN_BYTES

@@ -57,7 +57,7 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes
         name=f"this machine, {gpu}" if gpu else "this machine",
         on_host=on_host,
         hardware=hardware or own_profile("cpu" if on_host else "cuda", gpu) or match_profile(gpu),
-        host_limits=_shares(limits, num_processes),
+        host_limits=_limits_of_process(limits, num_processes),
         device_limits=device_limits,
         disk_limits=disk,
         file_limit=file_size_limit(),
@@ -78,7 +78,7 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes
 def agree_on_machine(mesh: "Mesh", own: Machine) -> Machine:
     """Return a machine that is the same on all ranks, so that all ranks make the same plan.
 
-    Of each kind of memory it has as little as the rank with the least. Its disk is that of the first rank, which writes the run's folder.
+    Of each kind of memory it has as little as the rank with the least. Its disk is the first rank's, which writes the run's folder.
 
     Args:
         mesh: the ranks.
@@ -86,9 +86,9 @@ def agree_on_machine(mesh: "Mesh", own: Machine) -> Machine:
     """
     if mesh.size == 1:
         return own
-    sent: dict[str, Any] = {name: [astuple(limit) for limit in getattr(own, name)] for name in _LIMITS}
-    sent |= {name: getattr(own, name) for name in ("file_limit", "process_bytes", "page_lock_error")}
-    everyone = mesh.exchange("the memory of a machine", sent)
+    own_resources: dict[str, Any] = {name: [astuple(limit) for limit in getattr(own, name)] for name in _LIMITS}
+    own_resources |= {name: getattr(own, name) for name in ("file_limit", "process_bytes", "page_lock_error")}
+    everyone = mesh.exchange("the memory of a machine", own_resources)
 
     def limits(name: str, ranks: Sequence[Any]) -> list[Limit]:
         """Return the limits of a kind on these ranks."""
@@ -113,8 +113,8 @@ def agree_on_machine(mesh: "Mesh", own: Machine) -> Machine:
 _LIMITS = ("host_limits", "device_limits", "disk_limits", "download_limits")
 
 
-def _shares(limits: Sequence[Limit], num_processes: int) -> list[Limit]:
-    """Return the limits of one of several processes that share a machine equally."""
+def _limits_of_process(limits: Sequence[Limit], num_processes: int) -> list[Limit]:
+    """Return the limits of one of several processes that share a machine equally, with names that say so."""
     if num_processes == 1:
         return list(limits)
     return [Limit(f"{each.name} / {num_processes}", each.bytes // num_processes) for each in limits]
@@ -181,8 +181,8 @@ def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:
             raise ConfigError(f"output_dir: {output_dir} cannot be written to; choose another folder")
         disk = [Limit(f"free in {output_dir}", disk_free(output_dir))]
         cache = Path(HF_HUB_CACHE)
-        same = file_system(cache) == file_system(output_dir)
-        return disk, [] if same else [Limit(f"free in {cache}", disk_free(cache))]
+        is_same_disk = file_system(cache) == file_system(output_dir)
+        return disk, [] if is_same_disk else [Limit(f"free in {cache}", disk_free(cache))]
     except OSError:  # not accessible: the error is raised when something is written there
         return [], []
 
@@ -201,7 +201,7 @@ def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, ma
     """
     name, interconnect = hardware.name, None
     num_bytes = host_memory or hardware.host_memory
-    notes, remarks = _on_modules(hardware, num_bytes)
+    notes, remarks = _notes_on_modules(hardware, num_bytes)
     hardware = hardware.with_host_memory(num_bytes)
     if gpus * machines > 1:
         hardware, interconnect = connect(hardware, gpus, machines)
@@ -216,7 +216,7 @@ def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, ma
         name,
         on_host,
         hardware,
-        _shares([host], gpus),
+        _limits_of_process([host], gpus),
         [] if on_host else [Limit(f"memory of {hardware.name}", hardware.device_memory)],
         process_bytes=LIBRARIES_BYTES + FIRST_STEPS_BYTES,
         device_context_bytes=0 if on_host else CONTEXT_BYTES,
@@ -230,11 +230,11 @@ def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, ma
     )
 
 
-def _on_modules(hardware: Hardware, host_memory: int) -> tuple[list[str], list[str]]:
+def _notes_on_modules(hardware: Hardware, host_memory: int) -> tuple[list[str], list[str]]:
     """Return notes and remarks about the memory modules of a desktop, of which two are faster than four.
 
-    Host memory of more than two modules can have gets a note: the plan has the rates of four. Host memory that is larger than the
-    profile's, and for which two modules suffice, gets a remark: with four it would be slower.
+    There is a note if the host memory takes more than two modules: the plan has the rates of four. There is a remark if it is larger
+    than the profile's, but two modules suffice: with four it would be slower.
     """
     desktop = hardware.desktop
     if "two_modules" not in desktop or host_memory <= hardware.host_memory:

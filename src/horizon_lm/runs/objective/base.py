@@ -30,13 +30,13 @@ class TokenSums:
     counts: torch.Tensor
 
     def of_micro_batches(self, num_rows: int) -> list[tuple[float, int]]:
-        """Return the sum and the number of targets of each micro-batch of some rows."""
+        """Return the sum and the number of targets of each micro-batch of ``num_rows`` rows; the last one may be smaller."""
         sums = self.sums.read().double().split(num_rows)
         counts = self.counts.split(num_rows)
         return [(float(s.sum()), int(n.sum())) for s, n in zip(sums, counts, strict=True)]
 
     def means(self, num_rows: int) -> list[float]:
-        """Return the mean over the targets of each micro-batch of some rows; 0 without targets, as in TRL."""
+        """Return the mean over the targets of each micro-batch of ``num_rows`` rows; 0 without targets, as in TRL."""
         return [total / max(1, count) for total, count in self.of_micro_batches(num_rows)]
 
 
@@ -71,7 +71,7 @@ def add_aux_loss(loss: torch.Tensor, aux_loss: torch.Tensor | None, batch: Batch
     """Return a loss plus the auxiliary loss that balances the experts of a mixture, if there is one.
 
     Each rank balances the experts over its own rows. Its auxiliary loss is weighted by its share of the rows, so that the sum over the
-    ranks is their mean.
+    ranks is the mean of their auxiliary losses.
     """
     if aux_loss is None:
         return loss
@@ -80,7 +80,7 @@ def add_aux_loss(loss: torch.Tensor, aux_loss: torch.Tensor | None, batch: Batch
 
 
 def share_aux_loss(loss: torch.Tensor, output: Any, model: Any, batch: Batch) -> torch.Tensor:
-    """Return the loss in a model's output, in which the auxiliary loss is weighted by the batch's share of the step.
+    """Return the loss in a model's output, with the auxiliary loss in it weighted by the batch's share of the step.
 
     The model has added the whole auxiliary loss already, so the part of it beyond the share is subtracted.
     """
@@ -132,7 +132,7 @@ class CustomObjective:
         self._function = function
 
     def __call__(self, model: Any, batch: Batch) -> Loss:
-        result = self._function(model, batch if batch.share == 1 else _part_of_step(batch))
+        result = self._function(model, batch if batch.share == 1 else _with_share_of_targets(batch))
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError("an objective must return a scalar tensor, or a scalar tensor and a dict of numbers")
@@ -140,10 +140,10 @@ class CustomObjective:
         return Loss(loss, 1.0, {name: _number(value) for name, value in metrics.items()})
 
 
-def _part_of_step(batch: Batch) -> Batch:
+def _with_share_of_targets(batch: Batch) -> Batch:
     """Return a rank's batch for a user's loss function, which divides a sum over targets by ``num_trained``.
 
-    The loss is multiplied by the rank's share of the rows afterwards, although its share of the targets is another. With the number set
+    The loss is multiplied by the rank's share of the rows afterwards, but its share of the targets may be another. With the number set
     here, the product is the sum over the rank's targets, divided by the normalizer of the step.
     """
     return batch if batch.is_stand_in else replace(batch, num_trained=batch.normalizer * batch.share)

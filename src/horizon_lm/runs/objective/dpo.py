@@ -85,7 +85,7 @@ class Dpo:
         reference = torch.from_numpy(self._references(batch)).to(logprobs.device)
         lengths = num_targets(batch).view(2, -1)
         ratios = Ratios(*(logprobs - reference), *lengths.to(logprobs.device))
-        terms = [
+        weighted_losses = [
             weight * loss(ratios, beta, self._config.label_smoothing).mean()
             for loss, weight in zip(self._losses, self._weights, strict=True)
         ]
@@ -95,14 +95,14 @@ class Dpo:
             "rewards/chosen": rewards[0], "rewards/rejected": rewards[1], "rewards/margins": margins,
             "rewards/accuracies": (margins > 0).float(), "logps/chosen": logprobs[0], "logps/rejected": logprobs[1],
         }  # fmt: skip
-        # Read from the device together: each reading waits for it.
+        # Stacked, and read together: each reading from the device waits for it.
         sums = torch.stack([values.detach().sum() for values in metrics.values()]).tolist()
-        by_answer = {name: values.sum(1).view(2, -1) for name, values in statistics.values.items()}
+        sums_by_answer = {name: values.sum(1).view(2, -1) for name, values in statistics.values.items()}
         token_metrics = {  # as in TRL's DPOTrainer: the entropy of both answers, the accuracy of the chosen one
-            "entropy": TokenSums(HostCopy(by_answer["entropy"].sum(0)), lengths.sum(0)),
-            "mean_token_accuracy": TokenSums(HostCopy(by_answer["is_top1"][0]), lengths[0]),
+            "entropy": TokenSums(HostCopy(sums_by_answer["entropy"].sum(0)), lengths.sum(0)),
+            "mean_token_accuracy": TokenSums(HostCopy(sums_by_answer["is_top1"][0]), lengths[0]),
         }
-        mean = torch.stack(terms).sum()
+        mean = torch.stack(weighted_losses).sum()
         return Loss(
             value=add_aux_loss(mean if batch.share == 1 else mean * batch.share, aux_loss, batch),
             weight=float(margins.numel()),

@@ -52,9 +52,9 @@ class PairFile:
             self._read(b"" if file is None else file.read_bytes())
 
     def _read(self, content: bytes) -> None:
-        """Take the pairs whose checksums are right from the contents of a file, and count the altered ones."""
+        """Take the pairs with correct checksums from the contents of a file: set ``values``, ``known`` and ``num_altered``."""
         count = len(self.known)
-        # Records after the end of the file are zeros, as if they were not written.
+        # Records after the end of a short file become zeros, which stand for records that were never written.
         body = content[len(_MAGIC) :].ljust(count * _RECORD.itemsize, b"\0")
         records = np.frombuffer(body, _RECORD, count)
         self.known = records["checksum"] == self._checksums(records["pair"], 0)
@@ -65,7 +65,7 @@ class PairFile:
         self.num_altered = int((written & ~self.known).sum())
 
     def put(self, first: int, pairs: np.ndarray) -> None:
-        """Store the pairs of consecutive rows in memory and in the file. If writing fails, a later run computes them again."""
+        """Store the pairs of consecutive rows from ``first`` on, in memory and in the file. What cannot be written is recomputed later."""
         stop = first + len(pairs)
         self.values[first:stop], self.known[first:stop] = pairs, True
         if self._file is None:
@@ -86,7 +86,7 @@ class PairFile:
             self._file.unlink(missing_ok=True)
 
     def _checksums(self, pairs: np.ndarray, first: int) -> np.ndarray:
-        """Return the checksums (n,) of pairs by SplitMix64 (Steele et al., OOPSLA 2014).
+        """Return the checksums (n,) of the pairs of rows from ``first`` on, by SplitMix64 (Steele et al., OOPSLA 2014).
 
         For one row and key, the mapping is a bijection, so any altered pair changes the checksum.
         """
@@ -137,34 +137,34 @@ class ReferenceCache:
         Raises:
             NonFiniteError: some log-probabilities are NaN or infinite.
         """
-        key = hashlib.sha256(f"{VERSION} {self._key} {rows.fingerprint}".encode()).hexdigest()
-        file = None if self.problem else self._folder / f"{key[:32]}.pairs"
-        kept = PairFile(file, len(rows), key)
-        if kept.num_altered:
+        cache_key = hashlib.sha256(f"{VERSION} {self._key} {rows.fingerprint}".encode()).hexdigest()
+        file = None if self.problem else self._folder / f"{cache_key[:32]}.pairs"
+        pairs = PairFile(file, len(rows), cache_key)
+        if pairs.num_altered:
             self._say(
-                f"reference: corrupted rows in {file}, which will be computed again: {kept.num_altered:,} of {len(rows):,}"
+                f"reference: corrupted rows in {file}, which will be computed again: {pairs.num_altered:,} of {len(rows):,}"
             )
-        self._compute(kept, rows, batch_size, advance)
-        are_finite = np.isfinite(kept.values).all(1)
+        self._compute(pairs, rows, batch_size, advance)
+        are_finite = np.isfinite(pairs.values).all(1)
         if not are_finite.all():
             place = rows[int(np.argmin(are_finite))].place  # of the first row that is not
-            kept.delete()
+            pairs.delete()
             raise NonFiniteError(f"the reference log-probability of {place} is not finite; check the model's weights")
-        return kept.values
+        return pairs.values
 
-    def _compute(self, kept: PairFile, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]) -> None:
-        """Compute and store the pairs that are missing.
+    def _compute(self, file: PairFile, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]) -> None:
+        """Compute and store the pairs that are missing; pairs that not all ranks know count as missing.
 
         In each turn, every rank computes another batch, and all ranks store the pairs of all. Ranks without a batch in the last turn
-        compute its last one again, because all ranks take part in every pass.
+        compute its last batch again, because all ranks take part in every pass.
         """
         mesh = engine_of(self._model).mesh
         # Each machine has a file of its own, so a pair counts as known only if all ranks know it.
-        masks = mesh.exchange("the known reference", np.packbits(kept.known).tobytes().hex())
+        masks = mesh.exchange("the known reference", np.packbits(file.known).tobytes().hex())
         known = np.bitwise_and.reduce([np.frombuffer(bytes.fromhex(mask), np.uint8) for mask in masks])
-        kept.known = np.unpackbits(known, count=len(rows)).astype(bool)
+        file.known = np.unpackbits(known, count=len(rows)).astype(bool)
         missing = [
-            first for first in range(0, len(rows), batch_size) if not kept.known[first : first + batch_size].all()
+            first for first in range(0, len(rows), batch_size) if not file.known[first : first + batch_size].all()
         ]
         with evaluation_mode(self._model), nullcontext() if self._with_adapters else without_adapters(self._model):
             for turn in range(0, len(missing), mesh.size):
@@ -174,8 +174,8 @@ class ReferenceCache:
                 pairs = logprobs.T.cpu().numpy()
                 everyone = mesh.exchange("the reference", pairs.tolist())
                 # Ranks beyond the starts have repeated the last batch.
-                for start, found in zip(starts, everyone, strict=False):
-                    kept.put(start, np.asarray(found, np.float32))
+                for start, pairs_of_rank in zip(starts, everyone, strict=False):
+                    file.put(start, np.asarray(pairs_of_rank, np.float32))
                 advance(min(starts[-1] + batch_size, len(rows)), len(rows))
 
 
@@ -187,7 +187,7 @@ def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:
 def model_key(model: Any, with_adapters: bool = False) -> str:
     """Return a hash of all that a streamed model's outputs depend on: its config, the way in which it is computed, and its weights.
 
-    It is the same on all ranks.
+    It is the same on all ranks, which exchange hashes if each has a part of the weights.
 
     Args:
         model: the streamed model.
@@ -202,13 +202,13 @@ def model_key(model: Any, with_adapters: bool = False) -> str:
     ]  # fmt: skip
     left_out = engine.parts.adapter_names
     if with_adapters:
-        for each in model.peft_config.values():  # plain data, and sets
+        for each in model.peft_config.values():  # plain data, and sets, which `sorted` makes lists of
             computation.append(json.dumps(each.to_dict(), sort_keys=True, default=sorted))
         left_out = frozenset()
     digest = hashlib.sha256(repr(computation).encode())
     hashed = [slabs for unit in engine.store.units.values() for slabs in unit.hashed]
     with ThreadPoolExecutor(usable_cores()) as threads:
-        for each in threads.map(lambda slabs: _digest(slabs, left_out), hashed):
+        for each in threads.map(lambda slabs: _hash_of_weights(slabs, left_out), hashed):
             digest.update(each)
     if not engine.access.has_parts:
         return digest.hexdigest()
@@ -216,8 +216,8 @@ def model_key(model: Any, with_adapters: bool = False) -> str:
     return hashlib.sha256("".join(everyone).encode()).hexdigest()
 
 
-def _digest(slabs: Sequence[Slab], left_out: frozenset[str]) -> bytes:
-    """Return a hash of the names and own weights of slabs, without the alignment gaps between the weights."""
+def _hash_of_weights(slabs: Sequence[Slab], left_out: frozenset[str]) -> bytes:
+    """Return a hash of the names and own weights of slabs but those in ``left_out``, without the alignment gaps between the weights."""
     digest = hashlib.sha256(slabs[0].name.encode())
     for slab in slabs:
         for values in slab.tensors():

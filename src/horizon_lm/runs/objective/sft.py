@@ -10,7 +10,7 @@ from horizon_lm.runs.objective.base import Loss, TokenSums, add_aux_loss, num_ta
 
 
 def _token_metrics(statistics: TokenStatistics, batch: Batch) -> dict[str, TokenSums]:
-    """Return the metrics of TRL's SFTTrainer."""
+    """Return the metrics that TRL's SFTTrainer logs, by its names, as sums over the targets of each row."""
     names, counts = {"entropy": "entropy", "mean_token_accuracy": "is_top1"}, num_targets(batch)
     return {name: TokenSums(HostCopy(statistics.values[key].sum(1)), counts) for name, key in names.items()}
 
