@@ -22,15 +22,15 @@ class DistilledFromLogits:
     def _compute_loss(
         self, student: Any, inputs: Mapping[str, torch.Tensor], num_items_in_batch: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Return the loss of a batch, the sum of its tokens' entropies, and the number of these tokens."""
+        """Return the loss of a batch, the sum of its tokens' entropies under the student, and the number of these tokens; TRL calls it."""
         trainer: Any = self
         counted = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
-        ours = self._completion_logits(student, inputs)[counted]
+        student_logits = self._completion_logits(student, inputs)[counted]
         trainer.teacher_model.eval()
         with torch.no_grad():
-            theirs = self._completion_logits(trainer.teacher_model, inputs)[counted]
-        loss = entropy = ours.new_zeros((), dtype=torch.float32)
-        for chunk in zip(ours.split(_CHUNK_TOKENS), theirs.split(_CHUNK_TOKENS), strict=True):
+            teacher_logits = self._completion_logits(trainer.teacher_model, inputs)[counted]
+        loss = entropy = student_logits.new_zeros((), dtype=torch.float32)
+        for chunk in zip(student_logits.split(_CHUNK_TOKENS), teacher_logits.split(_CHUNK_TOKENS), strict=True):
             sums: Any = checkpoint(_divergence, *chunk, trainer.beta, trainer.temperature, use_reentrant=False)
             loss, entropy = loss + sums[0], entropy + sums[1].detach()
         num_tokens = counted.sum()
@@ -41,13 +41,13 @@ class DistilledFromLogits:
         )
 
     def _completion_logits(self, model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits by which a model predicts the completions, one row for each position of `completion_mask`."""
+        """Return the logits with which a model predicts the completions, (B, T, V) for the T positions of `completion_mask`."""
         trainer: Any = self
         ids, mask = (torch.cat([inputs[f"prompt_{k}"], inputs[f"completion_{k}"]], dim=1) for k in ("ids", "mask"))
-        kept = inputs["completion_ids"].shape[1]
-        options = {"logits_to_keep": kept + 1} if "logits_to_keep" in trainer.model_kwarg_keys else {}
+        length = inputs["completion_ids"].shape[1]
+        options = {"logits_to_keep": length + 1} if "logits_to_keep" in trainer.model_kwarg_keys else {}
         logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False, **options).logits
-        return logits[:, -kept - 1 : -1]
+        return logits[:, -length - 1 : -1]  # each position predicts the next token
 
 
 def _divergence(
@@ -62,13 +62,13 @@ def _divergence(
         beta: weight of the teacher in the mixture.
         temperature: divides the logits.
     """
-    ours, theirs = (torch.log_softmax(each.float() / temperature, dim=-1) for each in (student, teacher))
+    of_student, of_teacher = (torch.log_softmax(each.float() / temperature, dim=-1) for each in (student, teacher))
     if beta in (0, 1):
-        divergence = _kl(theirs, ours) if beta == 0 else _kl(ours, theirs)
+        divergence = _kl(of_teacher, of_student) if beta == 0 else _kl(of_student, of_teacher)
     else:
-        mixture = torch.logaddexp(ours + math.log(1 - beta), theirs + math.log(beta))
-        divergence = beta * _kl(theirs, mixture) + (1 - beta) * _kl(ours, mixture)
-    return divergence, -(ours.exp() * ours).sum()
+        mixture = torch.logaddexp(of_student + math.log(1 - beta), of_teacher + math.log(beta))
+        divergence = beta * _kl(of_teacher, mixture) + (1 - beta) * _kl(of_student, mixture)
+    return divergence, -(of_student.exp() * of_student).sum()
 
 
 def _kl(of: torch.Tensor, to: torch.Tensor) -> torch.Tensor:

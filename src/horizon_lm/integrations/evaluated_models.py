@@ -23,7 +23,7 @@ class EvaluatedModels:
     _evaluated: tuple[Any, ...] = ()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, and let it stream a model before it would move it to the device."""
+        """Create the accelerator, and replace its `prepare_model`: models that are only evaluated are streamed, not moved."""
         trainer: Any = self
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         prepare = trainer.accelerator.prepare_model
@@ -37,7 +37,7 @@ class EvaluatedModels:
         trainer.accelerator.prepare_model = prepare_model
 
     def reserve_device_memory(self) -> None:
-        """Let each streamed model take its buffers, before the memory that is left is planned for the one that is trained."""
+        """Compute a token with each streamed model, so that it takes its buffers before the rest of the memory is planned for training."""
         for model in filter(is_streamed, self._evaluated):
             device = engine_of(model).device
             if device.spare_bytes() is not None:
@@ -55,14 +55,14 @@ def stream_beside(model: Any, trained: Any) -> None:
     """
     from transformers import PreTrainedModel
 
-    inside = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if is_streamed(model) or not isinstance(inside, PreTrainedModel):
+    without_adapters = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if is_streamed(model) or not isinstance(without_adapters, PreTrainedModel):
         return
     num_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-    name = f"{type(inside).__name__} {inside.config.name_or_path}".strip()
+    name = f"{type(without_adapters).__name__} {without_adapters.config.name_or_path}".strip()
     device = engine_of(trained).device
     try:
-        stream(model.requires_grad_(False), str(device.torch_device), _precision(trained, inside.dtype))
+        stream(model.requires_grad_(False), str(device.torch_device), _precision(trained, without_adapters.dtype))
     except ModelNotSupportedError as error:
         spare = device.spare_bytes()
         if spare is not None and num_bytes > spare:
@@ -88,8 +88,8 @@ def _precision(trained: Any, dtype: torch.dtype = torch.float32) -> str:
 
 
 def streamed_like(trained: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function that makes, of TRL's function that loads a model by its name, one that streams the model to the device of the
-    trained one.
+    """Return a function that replaces TRL's loader of a model by its name: the replacement streams the model to the device of the trained
+    model, frozen.
     """
 
     def replace_loader(_original: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ def streamed_like(trained: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def copied_from(trained: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a function that makes, of TRL's function that copies a model, one that copies the trained model without moving it.
+    """Return a function that replaces TRL's function for copying a model: the replacement copies the trained model without moving it.
 
     The copy is streamed from the trained model's folder, and then gets its present weights. Other models are copied as before.
     """

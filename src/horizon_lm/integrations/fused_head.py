@@ -22,7 +22,7 @@ _STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def unless_streamed(model: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a function that makes, of TRL's function that patches a model, one that patches streamed models by `add_head`.
+    """Return a function that replaces TRL's function for patching a model: the replacement patches streamed models by `add_head`.
 
     Args:
         model: the trainer's streamed model. If it has adapters, TRL patches the model inside it, which is the streamed one
@@ -101,10 +101,10 @@ def _fused_output(
     if not are_shifted:
         targets = targets[:, 1:]
     # As in TRL, the last position of a row is left out unless the labels are shifted: it has no target.
-    used = slice(None) if are_shifted else slice(None, -1)
-    log_probs = values.logprobs[:, used]
+    predicting = slice(None) if are_shifted else slice(None, -1)
+    log_probs = values.logprobs[:, predicting]
     mask = targets != IGNORE_INDEX
-    fields = {name: getattr(values, name)[:, used] for name in statistics}
+    fields = {name: getattr(values, name)[:, predicting] for name in statistics}
     if "is_top1" in fields:
         fields["is_top1"] = fields["is_top1"].bool()
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)

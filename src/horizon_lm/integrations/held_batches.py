@@ -35,8 +35,8 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
             return compute_loss(self, model, inputs, return_outputs=return_outputs, **kwargs)
         state = self.accelerator.gradient_state
         is_last = state.sync_gradients  # of the step's micro-batches
-        compute = partial(_compute, compute_loss, self, model, inputs, **kwargs)
-        # The computation of a loss may read accelerate's flag, so it is set again to what it was when the loss was held back.
+        compute = partial(_compute_without_holding, compute_loss, self, model, inputs, **kwargs)
+        # Computing a loss may read accelerate's flag, so the flag is first set to its value when the loss was held back.
         set_flag = partial(state._set_sync_gradients, is_last)
         held = self._held = [*(self._held or ()), (compute, set_flag)]
         engine_of(self.model).access.holds_losses = not is_last
@@ -54,7 +54,7 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 def _run_held(model: Any, held: list[tuple[Any, Any]]) -> list[Any]:
     """Compute losses in lock-step, and return them. Each loss may switch the model's adapters for itself, as for a reference.
 
-    ``held`` has pairs of functions: one computes a loss, and the other sets accelerate's flag as it was when the loss was held back.
+    ``held``: pairs of functions. The first computes a loss, and the second sets accelerate's flag as it was when the loss was held back.
     """
     functions, set_flags = map(list, zip(*held, strict=True))
     horizon = getattr(model, "_horizon", None)
@@ -75,7 +75,7 @@ def _run_held(model: Any, held: list[tuple[Any, Any]]) -> list[Any]:
         states.end()
 
 
-def _compute(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _compute_without_holding(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute a loss that was held back. A call of the base class's `compute_loss` inside it is not held back again."""
     token = _computing.set(True)
     try:

@@ -36,9 +36,9 @@ def prepare_reference(arguments: Mapping[str, Any]) -> None:
     can_precompute = all(isinstance(each, Dataset) for each in datasets) and not hasattr(model.config, "vision_config")
     if mesh_of(model).size > 1:  # the first rank writes a file, which the others do not find if rows are in memory
         can_precompute = can_precompute and all(each.cache_files for each in datasets)
-    stays_the_same = not getattr(args, "sync_ref_model", False)
+    is_constant = not getattr(args, "sync_ref_model", False)
     is_left_to_trl = getattr(args, PRECOMPUTE, None) is False and arguments.get("ref_model") is None
-    if is_left_to_trl and stays_the_same and can_precompute:
+    if is_left_to_trl and is_constant and can_precompute:
         setattr(args, PRECOMPUTE, True)
         print(
             f"{PRECOMPUTE}=True: the reference is the model with its present weights, computed once before training, and takes no "

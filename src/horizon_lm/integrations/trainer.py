@@ -57,10 +57,10 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
     """
 
     streamed_optimizer: SlabOptimizer | None = None
-    _own_limit: float | None = None  # the optimizer's max_grad_norm, besides that of the arguments
+    _optimizer_limit: float | None = None  # the optimizer's own max_grad_norm, beside the one of the arguments
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _named(type(self), args, kwargs)
+        given = _arguments_by_name(type(self), args, kwargs)
         if given.get("model") is not None:
             _require_streamed(given["model"])
         _reject_unsupported(given.get("args"))
@@ -73,7 +73,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
             replacements[evaluated_models.CREATE_MODEL] = evaluated_models.streamed_like(model)
             replacements[evaluated_models.COPY_MODEL] = evaluated_models.copied_from(model)
             replacements[references.HASH_MODEL] = references.hash_of_parts
-        with _replaced(type(self), replacements):
+        with _globals_replaced(type(self), replacements):
             super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.model_init is None:  # otherwise, it makes the model that is trained
@@ -120,7 +120,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
             trainer.optimizer = self._make_our_optimizer(trainer.model if model is None else model, name, moments)
         if not isinstance(trainer.optimizer, SlabOptimizer):
             return trainer.optimizer or super().create_optimizer(model)  # type: ignore[misc]
-        self.streamed_optimizer, self._own_limit = trainer.optimizer, trainer.optimizer.max_grad_norm
+        self.streamed_optimizer, self._optimizer_limit = trainer.optimizer, trainer.optimizer.max_grad_norm
         self._clip_in_step()
         # Prepared here, because accelerate would move the optimizer's state to the device.
         trainer.optimizer = AcceleratedOptimizer(trainer.optimizer, device_placement=False)
@@ -128,7 +128,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         return trainer.optimizer
 
     def _class_makes_optimizer(self) -> bool:
-        """Return whether the trainer's class, or a base class of it before Trainer, overrides how Trainer makes an optimizer."""
+        """Return whether a subclass of Trainer, among the classes of this trainer, overrides how Trainer makes an optimizer."""
         from transformers import Trainer
 
         after_mixin = type(self).__mro__[type(self).__mro__.index(StreamedTrainer) + 1 :]
@@ -137,9 +137,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         return any(name in vars(each) for each in subclasses for name in names)
 
     def _may_use_our_optimizer(self) -> bool:
-        """Return whether an optimizer of this library can be made: not if the user has named a class, or trains a prompt around the model
-        alone.
-        """
+        """Return whether our optimizers can be used: the user has named no optimizer class, and some trained weights are streamed."""
         trainer: Any = self
         trained = [param for param in trainer.model.parameters() if param.requires_grad]
         return trainer.optimizer_cls_and_kwargs is None and any(isinstance(p, StreamedParameter) for p in trained)
@@ -186,7 +184,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         return make_optimizer(name, model, args, params=params, moments=moments, seed=args.seed)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate. Explain what to do about a set whose reference was not computed before training."""
+        """Evaluate. Raise ConfigError with the remedy for a set whose reference was not computed before training."""
         try:
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
@@ -220,24 +218,24 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         )
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Return the norm of the gradients. They are clipped here only if a callback may look at them before the step, else by the step."""
+        """Return the norm of the gradients. The step clips them, unless a callback may look at them before: then they are clipped here."""
         optimizer = self.streamed_optimizer
         if optimizer is None:
             return super()._clip_grad_norm(model)  # type: ignore[misc]
-        if self._shows_gradients():
-            optimizer.max_grad_norm = self._own_limit
+        if self._callbacks_see_gradients():
+            optimizer.max_grad_norm = self._optimizer_limit
             return super()._clip_grad_norm(model)  # type: ignore[misc]  # one more pass over the gradients
         self._clip_in_step()
         return optimizer.landed_grad_norm()  # the step clips, while it updates
 
-    def _shows_gradients(self) -> bool:
+    def _callbacks_see_gradients(self) -> bool:
         """Return whether a callback may read or change gradients between clipping and the step."""
         from transformers import TrainerCallback
 
         trainer: Any = self
         event = "on_pre_optimizer_step"
-        own = (getattr(type(each), event) for each in trainer.callback_handler.callbacks)
-        return any(function is not getattr(TrainerCallback, event) for function in own)
+        handlers = (getattr(type(each), event) for each in trainer.callback_handler.callbacks)
+        return any(function is not getattr(TrainerCallback, event) for function in handlers)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the norm of the gradients if the Trainer does not clip them; None if updates in the backward pass have used them up."""
@@ -248,14 +246,14 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         return None if optimizer.update_in_backward else optimizer.landed_grad_norm()
 
     def _clip_in_step(self) -> None:
-        """Let our optimizer clip the gradients while it updates, by the smaller one of the Trainer's present limit and its own.
+        """Let our optimizer clip the gradients while it updates, by the smaller one of the Trainer's present limit and the optimizer's own.
 
         Raises:
             ConfigError: there is a limit, and updates in the backward pass come before the norm is known.
         """
         trainer, optimizer = cast(Any, self), self.streamed_optimizer
         assert optimizer is not None
-        limits = [limit for limit in (trainer.args.max_grad_norm, self._own_limit) if limit]
+        limits = [limit for limit in (trainer.args.max_grad_norm, self._optimizer_limit) if limit]
         if limits and optimizer.update_in_backward:
             raise ConfigError(
                 "max_grad_norm: update_in_backward updates weights before the norm of all gradients is known; set "
@@ -307,12 +305,12 @@ def trainer(cls: type) -> Any:
 
 
 def _distills(cls: type) -> bool:
-    """Return whether a trainer computes TRL's loss of distillation, from hidden states and the weights of two heads."""
+    """Return whether a trainer is TRL's for distillation, whose loss takes hidden states and the weights of two heads."""
     owner = next((each for each in cls.__mro__ if "_compute_loss" in vars(each)), None)
     return owner is not None and "_get_last_hidden_state" in vars(owner)
 
 
-def _named(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments_by_name(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a trainer's constructor by name.
 
     The names are those of the first class in the order of base classes whose constructor names a ``model``. Arguments that it does not
@@ -320,15 +318,15 @@ def _named(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     """
     signatures = [inspect.signature(vars(each)["__init__"]) for each in cls.__mro__ if "__init__" in vars(each)]
     with_model = next(each for each in signatures if "model" in each.parameters)
-    receiver = next((each for each in signatures if not _passes_on(each)), signatures[0])
+    first_to_receive = next((each for each in signatures if not _passes_all_on(each)), signatures[0])
     # A subclass with a signature of its own may order arguments otherwise; then only those given by name are known.
-    positional = args if receiver is with_model else ()
+    positional = args if first_to_receive is with_model else ()
     known = {name: value for name, value in kwargs.items() if name in with_model.parameters}
-    itself = None
-    return with_model.bind_partial(itself, *positional, **known).arguments
+    self_argument = None
+    return with_model.bind_partial(self_argument, *positional, **known).arguments
 
 
-def _passes_on(signature: inspect.Signature) -> bool:
+def _passes_all_on(signature: inspect.Signature) -> bool:
     """Return whether a constructor takes ``*args, **kwargs`` and nothing else."""
     kinds = {each.kind for each in list(signature.parameters.values())[1:]}
     return kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -357,7 +355,7 @@ def _leave_head_in_float32(args: Any, model: Any) -> None:
 
 
 def _reject_unsupported(args: Any) -> None:
-    """Raise ConfigError for arguments of a Trainer with a value that leaves a setting of `_UNSUPPORTED` on."""
+    """Raise ConfigError if an argument of a Trainer turns on a setting of `_UNSUPPORTED`."""
     for name, (allowed, remedy) in _UNSUPPORTED.items():
         value = getattr(args, name, None)
         if not any(value is each or value == each for each in allowed):
@@ -375,7 +373,7 @@ def _reject_watched_gradients(callbacks: Iterable[Any]) -> None:
 
 
 @contextmanager
-def _replaced(cls: type, replacements: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
+def _globals_replaced(cls: type, replacements: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
     """Context manager: replace global names in the modules of a class and of its bases.
 
     Args:

@@ -19,7 +19,7 @@ class TrainerCheckpoints:
     """A mixin for subclasses of ``transformers.Trainer``: save and load the state of a streamed model and of our optimizers."""
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the scheduler. Reject one whose state a checkpoint could not hold, before training."""
+        """Create the scheduler. Before training, reject one whose state could not be saved, if checkpoints will have it."""
         trainer: Any = self
         scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
         saves = getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy) != "no"
@@ -40,7 +40,7 @@ class TrainerCheckpoints:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights, unless `_load_optimizer_and_scheduler` will load them with the exact state."""
-        if not _folder(resume_from_checkpoint).is_dir():  # of another optimizer, or with save_only_model
+        if not _state_folder(resume_from_checkpoint).is_dir():  # of another optimizer, or with save_only_model
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -49,7 +49,7 @@ class TrainerCheckpoints:
         if checkpoint is None:
             return
         if trainer.streamed_optimizer is None:
-            if _folder(checkpoint).is_dir():
+            if _state_folder(checkpoint).is_dir():
                 own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate has wrapped it
                 raise ConfigError(
                     f"{checkpoint} was saved with an optimizer of horizon_lm, and this trainer has {type(own).__name__}; go on "
@@ -57,29 +57,29 @@ class TrainerCheckpoints:
                 )
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        if not _folder(checkpoint).is_dir():
+        if not _state_folder(checkpoint).is_dir():
             raise ConfigError(
                 f"{checkpoint} has no {FOLDER}/, the state of the optimizer: it was saved with save_only_model, or by another "
                 "trainer. Load its weights with from_pretrained, and train from there."
             )
         # The Trainer restores random states itself, after the batches that it skips.
-        state = load_checkpoint(_folder(checkpoint), trainer.model, trainer.streamed_optimizer, random=False)
+        state = load_checkpoint(_state_folder(checkpoint), trainer.model, trainer.streamed_optimizer, random=False)
         trainer.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint: from our files in it, or those of its adapters."""
+        """Load the weights of the best checkpoint: from our state in it, else its adapters, else as the Trainer does."""
         trainer: Any = self
         checkpoint = trainer.state.best_model_checkpoint
-        best = _folder(checkpoint)
-        if best.is_dir():
+        state_folder = _state_folder(checkpoint)
+        if state_folder.is_dir():
             # All bits of the masters, which model.safetensors may not have.
-            load_checkpoint(best, trainer.model, random=False)
+            load_checkpoint(state_folder, trainer.model, random=False)
         elif hasattr(trainer.model, "peft_config"):
             load_adapters(trainer.model, Path(checkpoint))  # PEFT would replace parameters
         else:
             super()._load_best_model()  # type: ignore[misc]
 
 
-def _folder(checkpoint: str) -> Path:
+def _state_folder(checkpoint: str) -> Path:
     """Return the folder of our state in a checkpoint of the Trainer."""
     return Path(checkpoint) / FOLDER

@@ -65,18 +65,18 @@ class TrainerPlan:
             adapters=_adapters(model),
             quantized=_StreamedCodecs(engine_of(model).store.codecs) if engine_of(model).store.codecs else None,
         )  # fmt: skip
-        self._batch = args.per_device_train_batch_size * _sequences(args)
+        self._batch = args.per_device_train_batch_size * _sequences_per_row(args)
 
     def make(self) -> Plan:
-        """Return the plan. If the Trainer accumulates gradients over several micro-batches, these are kept if they fit; otherwise the
-        planner chooses their size.
+        """Return the plan. If the Trainer accumulates gradients over several micro-batches, its micro-batches are kept if they fit;
+        otherwise the planner chooses their size.
         """
         accumulates = self._args.gradient_accumulation_steps > 1
         if accumulates and self._run.device_micro_batch_size is None:
-            made = self._planned(self._run.model_copy(update={"device_micro_batch_size": self._batch}))
+            made = self._plan_of(self._run.model_copy(update={"device_micro_batch_size": self._batch}))
             if made.fits:
                 return made
-        return self._planned(self._run)
+        return self._plan_of(self._run)
 
     def apply(self, plan: Plan) -> None:
         """Let the model compute fewer rows at once than the Trainer's batch has, if that is what fits."""
@@ -85,30 +85,30 @@ class TrainerPlan:
             forward.reconfigure(forward.engine.options.in_micro_batches_of(rows))
 
     def reject(self, plan: Plan) -> None:
-        """Raise DoesNotFitError, with the numbers and the changes that would help."""
+        """Raise DoesNotFitError with the numbers of the plan and the changes that would help."""
         raise does_not_fit(plan, remedies_of(plan, self._run, self._source))
 
     def generation_lines(self, plan: Plan) -> Iterator[str]:
         """Yield a line with the forward passes, bytes and seconds of generation, if this trainer generates."""
         args = self._args
-        micro_batches = getattr(args, "steps_per_generation", None)  # for which completions are generated at once
-        if micro_batches is None or not getattr(args, "max_completion_length", None):
+        batches_at_once = getattr(args, "steps_per_generation", None)  # for which completions are generated at once
+        if batches_at_once is None or not getattr(args, "max_completion_length", None):
             return
-        times_per_step = args.gradient_accumulation_steps / micro_batches
+        times_per_step = args.gradient_accumulation_steps / batches_at_once
         passes = round(args.max_completion_length * max(1.0, times_per_step))
-        rows = args.per_device_train_batch_size * micro_batches
-        loaded, loaded_for_many = self._loaded_bytes(rows), self._loaded_bytes(None)
-        experts = f" with the experts of {counted(rows, 'token')}" if loaded < loaded_for_many else ""
+        rows = args.per_device_train_batch_size * batches_at_once
+        loaded_for_rows, loaded_at_most = self._bytes_loaded_per_token(rows), self._bytes_loaded_per_token(None)
+        experts = f" with the experts of {counted(rows, 'token')}" if loaded_for_rows < loaded_at_most else ""
         duration = ""
         if plan.machine.hardware is not None and (rate := plan.machine.hardware.link_in):
-            duration = f": {format_seconds(passes * loaded / rate)} at {format_bytes(int(rate))}/s"
+            duration = f": {format_seconds(passes * loaded_for_rows / rate)} at {format_bytes(int(rate))}/s"
         steps = "" if times_per_step >= 1 else f", every {round(1 / times_per_step)} steps"
         yield (
-            f"generation{steps}: up to {passes:,} forward passes, one for each token, which load {format_bytes(loaded)} "
+            f"generation{steps}: up to {passes:,} forward passes, one for each token, which load {format_bytes(loaded_for_rows)} "
             f"each{experts}{duration}"
         )
 
-    def _loaded_bytes(self, rows: int | None) -> int:
+    def _bytes_loaded_per_token(self, rows: int | None) -> int:
         """Return the most bytes of weights that a forward pass over one token of each row loads.
 
         Args:
@@ -131,7 +131,7 @@ class TrainerPlan:
             loaded -= num_bytes * unread // experts.count
         return loaded
 
-    def _planned(self, run: RunConfig) -> Plan:
+    def _plan_of(self, run: RunConfig) -> Plan:
         """Return the plan of a run on this machine, alike on all ranks."""
         mesh = mesh_of(self._model)
         return plan_run(
@@ -140,7 +140,7 @@ class TrainerPlan:
         )  # fmt: skip
 
     def _machine(self) -> Machine:
-        """Return this machine without the memory of the model that is already loaded, which the plan counts itself."""
+        """Return this machine, less the memory of the model that is already loaded, which the plan counts itself."""
         machine, store = this_machine(self._run), engine_of(self._model).store
         # Low halves that a base had before its adapters were added are the only part of the model that the plan does not count.
         frozen = [store.units[unit].plain for unit in store.frozen]
@@ -152,14 +152,14 @@ class TrainerPlan:
         """Return the trainer's checkpoints: with ``save_strategy="best"``, as if each evaluation found a better model."""
         args = self._args
         if args.save_strategy == "best":
-            num = self._num_times(args.eval_strategy, args.eval_steps)
+            num = self._num_occasions(args.eval_strategy, args.eval_steps)
         else:
-            num = self._num_times(args.save_strategy, args.save_steps)
+            num = self._num_occasions(args.save_strategy, args.save_steps)
         # The newest is kept in any case, and the best one if it is loaded at the end.
         limit = args.save_total_limit and max(args.save_total_limit, 1 + args.load_best_model_at_end)
         return Saves(num=num, kept=min(num, limit or num), only_model=args.save_only_model, with_model=True)
 
-    def _num_times(self, strategy: str, interval: float) -> int:
+    def _num_occasions(self, strategy: str, interval: float) -> int:
         """Return how often the trainer saves or evaluates by a strategy, the time after the last step included.
 
         ``interval`` counts steps, or is a share of all steps if below 1.
@@ -223,7 +223,7 @@ def _adapters(model: Any) -> PresentAdapters | None:
 
 
 def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
-    """Return the settings of a run that trains like this Trainer."""
+    """Return the settings of a run that trains like this Trainer. ``name``: its ``model_name_or_path``."""
     engine = engine_of(model)
     options, precision = engine.options, engine.store.precision
     theirs = getattr(args.optim, "value", args.optim)
@@ -236,7 +236,7 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
         "grad_dtype": str(precision.grad_dtype).removeprefix("torch."),
         "max_length": rows.length,
         "per_device_train_batch_size": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps * _sequences(args),
+        "gradient_accumulation_steps": args.gradient_accumulation_steps * _sequences_per_row(args),
         "optim": optim,
         "moments": moments,
         "compile": options.compile,
@@ -253,6 +253,6 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
     return plan_config(**settings)
 
 
-def _sequences(args: Any) -> int:
+def _sequences_per_row(args: Any) -> int:
     """Return the number of sequences in a row: two for trainers of pairs."""
     return 2 if any(each.__name__ in _TWO_SEQUENCES for each in type(args).__mro__) else 1

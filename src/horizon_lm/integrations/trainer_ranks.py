@@ -22,7 +22,7 @@ class TrainerRanks:
     """A mixin for subclasses of ``transformers.Trainer``."""
 
     def prepare_ranks(self) -> None:
-        """Let accelerate take the model as it is, and scale losses before they are differentiated.
+        """Let accelerate take the model as it is, and scale losses before they are differentiated, if there are several processes.
 
         Raises:
             ConfigError: a setting is not supported with several processes.
@@ -43,7 +43,7 @@ class TrainerRanks:
         trainer.accelerator.backward = _averaged(trainer.accelerator.backward, mesh.size)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model: the first rank writes what all of them have."""
+        """Save the model: all ranks take part, and the first rank writes the files."""
         trainer: Any = self
         if trainer.args.should_save or mesh_of(trainer.model).size == 1:
             super().save_model(output_dir, _internal_call=_internal_call)  # type: ignore[misc]
@@ -52,7 +52,7 @@ class TrainerRanks:
 
 
 def _averaged(backward: Callable[..., None], num_ranks: int) -> Callable[..., None]:
-    """Return an `Accelerator.backward` whose gradients are those of the mean over the ranks."""
+    """Return an `Accelerator.backward` whose gradients, summed over the ranks, are the gradients of the mean of their losses."""
 
     def averaged(loss: Any, **kwargs: Any) -> None:
         backward(loss / num_ranks, **kwargs)
@@ -61,7 +61,7 @@ def _averaged(backward: Callable[..., None], num_ranks: int) -> Callable[..., No
 
 
 def _reject_unsupported(trainer: Any) -> None:
-    """Raise ConfigError for what needs one process."""
+    """Raise ConfigError if a setting of the trainer works with one process only."""
     args = trainer.args
     if getattr(args, "num_generations", None):
         raise ConfigError(

@@ -11,7 +11,7 @@ _MEASURED_PROMPTS = 64  # of all, the longest by their characters
 def longest_row(dataset: Any, args: Any, tokenizer: Any = None) -> int | None:
     """Return the number of tokens of the longest row in a dataset of a Trainer; None if it is not known.
 
-    Rows that generate have their prompts tokenized, a sample of the longest ones; in all others the token ids are counted.
+    If the trainer generates, the prompts that are longest as text are tokenized; otherwise the token ids of all rows are counted.
 
     Args:
         dataset: ``datasets.Dataset``, or a sequence of dictionaries; others are not read.
@@ -24,7 +24,7 @@ def longest_row(dataset: Any, args: Any, tokenizer: Any = None) -> int | None:
     if getattr(args, "max_completion_length", None) is not None:  # the trainer generates
         prompt = _longest_prompt(dataset, tokenizer)
         return None if prompt is None else prompt + args.max_completion_length
-    known = [length for length in (_longest_ids(dataset), length_limit(args)) if length]
+    known = [length for length in (_longest_tokenized_row(dataset), length_limit(args)) if length]
     return min(known, default=None)
 
 
@@ -33,7 +33,7 @@ def length_limit(args: Any) -> int | None:
     return getattr(args, "max_length", None) or getattr(args, "max_seq_length", None)
 
 
-def _longest_ids(dataset: Any) -> int | None:
+def _longest_tokenized_row(dataset: Any) -> int | None:
     """Return the length of the longest row, a prompt with its longest answer; None for rows that are not tokenized."""
     columns = _lengths_of_arrow(dataset) if hasattr(dataset, "features") else _lengths_of_rows(dataset)
     if columns is None or not any(name.endswith("ids") for name in columns):
@@ -73,16 +73,16 @@ def _lengths_of_rows(dataset: Any) -> dict[str, Sequence[int]] | None:
     if not isinstance(dataset, list | tuple) or not all(isinstance(row, Mapping) for row in dataset):
         return None  # reading a row of another dataset may have effects
     names = {name for row in dataset for name in row if _is_ids(name)}
-    return {name: [_length(row.get(name)) for row in dataset] for name in names}
+    return {name: [_num_ids(row.get(name)) for row in dataset] for name in names}
 
 
-def _length(ids: Any) -> int:
+def _num_ids(ids: Any) -> int:
     """Return the length of a list or a tensor; 0 for anything else."""
     return len(ids) if hasattr(ids, "__len__") and not isinstance(ids, str) and getattr(ids, "ndim", 1) > 0 else 0
 
 
 def _longest_prompt(dataset: Any, tokenizer: Any) -> int | None:
-    """Return the tokens of the longest prompt, as a trainer that generates from prompts will make them."""
+    """Return the tokens of the longest prompt, tokenized as a trainer that generates does; None if the prompts cannot be read."""
     columns = getattr(dataset, "column_names", None)
     if tokenizer is None or not columns or "prompt" not in columns or getattr(dataset, "data", None) is None:
         return None
@@ -91,7 +91,7 @@ def _longest_prompt(dataset: Any, tokenizer: Any) -> int | None:
 
 
 def _tokenized(prompts: Sequence[Any], tokenizer: Any) -> Iterable[Any]:
-    """Yield the token ids of prompts, texts or conversations."""
+    """Yield the token ids of each prompt, which is a text or a conversation."""
     for prompt in prompts:
         if isinstance(prompt, str):
             yield tokenizer(prompt)["input_ids"]
