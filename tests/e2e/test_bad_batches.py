@@ -10,7 +10,7 @@ import torch
 
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.model.files import checkpoint_loader
-from horizon_lm.runs.training.bad_rows import search
+from horizon_lm.runs.training.bad_rows import search_by_halving
 from horizon_lm.runs.training.train import train
 from tests.e2e import tiny
 
@@ -188,9 +188,9 @@ def test_the_search_finds_every_bad_row(bad: list[int]) -> None:
         tried.append(rows)
         return any(row in bad for row in rows)
 
-    assert search(7, is_bad, 100) == (bad, True)
+    assert search_by_halving(7, is_bad, 100) == (bad, True)
     assert len(tried) <= 13
-    found, is_complete = search(7, is_bad, 5)
+    found, is_complete = search_by_halving(7, is_bad, 5)
     assert set(found) <= set(bad)
     assert not is_complete or found == bad
     assert is_complete or len(bad) > 1 or bad == [6]

@@ -191,7 +191,7 @@ def hang(*args):
         threading.Event().wait()
     finally:
         threading.Event().wait()
-NonFinite.finite_loss = hang
+NonFinite.check_loss = hang
 """
     with RunProcess(run_file, "--step_timeout", 0.01, setup=hang) as run:
         run.wait_for("hanging")

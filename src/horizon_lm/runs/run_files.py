@@ -55,14 +55,14 @@ def check_lines(path: Path, adapter_of: Callable[[bytes], TypeAdapter[T]]) -> It
     Raises:
         ConfigError: another line is invalid; the message has its number.
     """
-    *lines, rest = read_bytes(path).split(b"\n")
-    for number, line in enumerate([*lines, rest], start=1):
+    *lines, unfinished = read_bytes(path).split(b"\n")
+    for number, line in enumerate([*lines, unfinished], start=1):
         if not line.strip():
             continue
         try:
             yield check_json(adapter_of(line), line, f"{path}:{number}")
         except NotJsonError as error:
-            if number <= len(lines):
+            if number <= len(lines):  # not the unfinished last line
                 raise ConfigError(f"{error}; remove the line, or the file") from error
 
 
@@ -123,12 +123,12 @@ class MetricsFile:
     @property
     def step_seconds(self) -> float | None:
         """The median seconds of a step, without evaluation and exports; None with fewer than two lines."""
-        spans = [  # from the speed, which leaves out evaluation and exports
+        seconds_of_steps = [  # from the speed, which leaves out evaluation and exports
             (after.tokens_total - before.tokens_total) / after.tokens_per_second / (after.step - before.step)
             for before, after in pairwise(self.training)
             if after.step > before.step and after.tokens_per_second
         ]
-        return median(spans) if spans else None
+        return median(seconds_of_steps) if seconds_of_steps else None
 
 
 @dataclass(frozen=True, slots=True)

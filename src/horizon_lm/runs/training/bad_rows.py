@@ -15,7 +15,7 @@ from horizon_lm.engine.streamed import engine_of
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.objective.base import CustomObjective, Objective
 
-_MOST_SHOWN = 8
+_MOST_SHOWN = 8  # rows, or micro-batches, in a sentence
 _MOST_PASSES = 32  # over the model; one bad row among 64 takes 13
 
 
@@ -38,7 +38,7 @@ class BadRows:
     unit: Unit | None = None
 
     def describe(self, places: Sequence[str]) -> str:
-        """Return a sentence about the rows, with their origins out of all ``places``; empty if none was found, but not all were tried."""
+        """Return a sentence about the rows, with their origins out of ``places``; empty if no row was found, but not all were tried."""
         if not self.rows:
             return "No single row causes it by itself." if self.is_complete else ""
         shown = ", ".join(f"{row + 1} ({places[row]})" for row in self.rows[:_MOST_SHOWN])
@@ -63,8 +63,8 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
         None if the rows cannot be told apart: a user's own loss is not called again, and with ``update_in_backward`` a
         backward would change the weights.
     """
-    in_backward = engine_of(model).updates.optimizer_in_backward is not None
-    if isinstance(objective, CustomObjective) or (with_gradient and in_backward):
+    updates_in_backward = engine_of(model).updates.optimizer_in_backward is not None
+    if isinstance(objective, CustomObjective) or (with_gradient and updates_in_backward):
         return None
     model.zero_grad()  # a backward pass would add to the gradients of the step
     is_finite = _gradient_is_finite if with_gradient else _loss_is_finite
@@ -79,45 +79,45 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
         finally:
             model.zero_grad()
 
-    rows, is_complete = search(len(batch.places), is_bad, _MOST_PASSES)
+    rows, is_complete = search_by_halving(len(batch.places), is_bad, max_calls=_MOST_PASSES)
     num_sequences = len(batch.input_ids)
-    micro_batch = engine_of(model).options.rows_at_once(num_sequences)
-    held_by = sorted({index // micro_batch for index in _sequences(batch, rows)})
+    micro_batch_size = engine_of(model).options.rows_at_once(num_sequences)
+    micro_batches = sorted({index // micro_batch_size for index in _sequence_indices(batch, rows)})
     unit = _first_bad_unit(model, objective, select_rows(batch, rows[:1])) if rows and not with_gradient else None
-    return BadRows(rows, held_by, -(-num_sequences // micro_batch), is_complete, unit)
+    return BadRows(rows, micro_batches, -(-num_sequences // micro_batch_size), is_complete, unit)
 
 
-def search(num_rows: int, is_bad: Callable[[Sequence[int]], bool], max_calls: int) -> tuple[list[int], bool]:
+def search_by_halving(num_rows: int, is_bad: Callable[[Sequence[int]], bool], max_calls: int) -> tuple[list[int], bool]:
     """Return the rows that are bad by themselves, in order, and whether ``max_calls`` of ``is_bad`` sufficed to try all."""
-    found: list[int] = []
-    open_parts: list[Sequence[int]] = [range(num_rows)]  # a stack
+    bad_rows: list[int] = []
+    untried_parts: list[Sequence[int]] = [range(num_rows)]  # a stack; a bad part is replaced by its halves
     calls_left = max_calls
-    while open_parts and calls_left:
-        rows, calls_left = open_parts.pop(), calls_left - 1
+    while untried_parts and calls_left:
+        rows, calls_left = untried_parts.pop(), calls_left - 1
         if not is_bad(rows):
             continue
         if len(rows) == 1:
-            found.append(rows[0])
+            bad_rows.append(rows[0])
         else:
             middle = len(rows) // 2
-            open_parts += [rows[middle:], rows[:middle]]  # the first half is searched first
-    return found, not open_parts
+            untried_parts += [rows[middle:], rows[:middle]]  # the first half is searched first
+    return bad_rows, not untried_parts
 
 
-def _sequences(batch: Batch, rows: Sequence[int]) -> list[int]:
-    """Return the indices of the sequences of some rows: one for each row, or the chosen and the rejected one of a pair."""
+def _sequence_indices(batch: Batch, rows: Sequence[int]) -> list[int]:
+    """Return the indices of the sequences of some rows: one for each row, or a chosen and a rejected one, all chosen ones first."""
     num_rows = len(batch.places)
     return [start + row for start in range(0, len(batch.input_ids), num_rows) for row in rows]
 
 
 def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return a batch of some rows of another, with the same padding."""
-    chosen = torch.tensor(_sequences(batch, rows))
-    labels = batch.labels[chosen]
-    mask = None if batch.attention_mask is None else batch.attention_mask[chosen]
-    positions = None if batch.position_ids is None else batch.position_ids[chosen]
+    indices = torch.tensor(_sequence_indices(batch, rows))
+    labels = batch.labels[indices]
+    mask = None if batch.attention_mask is None else batch.attention_mask[indices]
+    positions = None if batch.position_ids is None else batch.position_ids[indices]
     return replace(
-        batch, input_ids=batch.input_ids[chosen], attention_mask=mask, position_ids=positions, labels=labels,
+        batch, input_ids=batch.input_ids[indices], attention_mask=mask, position_ids=positions, labels=labels,
         num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),  # nothing predicts the first token
         num_tokens=labels.numel() if mask is None else int(mask.sum()),
         rows=tuple(batch.rows[row] for row in rows), places=tuple(batch.places[row] for row in rows),
@@ -140,22 +140,23 @@ def _gradient_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
 
 
 def _first_bad_unit(model: Any, objective: Objective, batch: Batch) -> Unit:
-    """Return the first unit whose output for a token is not finite in a forward pass: the head if those of all others are."""
+    """Return the first unit whose output for a token is not finite in a forward pass: the head if all other outputs are."""
     mask = batch.attention_mask
-    found: list[Unit] = []
+    bad_units: list[Unit] = []  # in the order in which they are computed
 
     def check(unit: Unit, hidden: torch.Tensor) -> None:
-        """Append the unit to ``found`` if its output (B, T, H) has values that are not finite."""
+        """Append the unit to ``bad_units`` if its output (B, T, H) has values that are not finite."""
         finite = torch.isfinite(hidden).all(-1).cpu()
         if mask is not None and mask.shape == finite.shape:
             finite |= mask == 0  # nothing depends on what a block computes for padding
         if not finite.all():
-            found.append(unit)
+            bad_units.append(unit)
 
     def check_output(unit: Unit, _block: nn.Module, _args: Any, output: Any) -> None:
         check(unit, output[0] if isinstance(output, tuple) else output)
 
     blocks = engine_of(model).parts.blocks
+    # The input of the first block is the output of the embedding.
     handles = [blocks[0].register_forward_pre_hook(lambda _block, args: check(EMBED, args[0]) if args else None)]
     for index, module in enumerate(blocks):
         handles.append(module.register_forward_hook(partial(check_output, block(index))))
@@ -164,4 +165,4 @@ def _first_bad_unit(model: Any, objective: Objective, batch: Batch) -> Unit:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else HEAD
+    return bad_units[0] if bad_units else HEAD

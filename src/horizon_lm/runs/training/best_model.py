@@ -7,10 +7,10 @@ from typing import Any
 from horizon_lm.errors import ConfigError
 from horizon_lm.runs.config import RunConfig
 
-_OF_TOKENS = ("loss", "perplexity", "tokens", "entropy", "mean_token_accuracy")
+_TOKEN_METRICS = ("loss", "perplexity", "tokens", "entropy", "mean_token_accuracy")
 _METRICS = {  # of an evaluation, by objective
-    "sft": _OF_TOKENS,
-    "pretrain": _OF_TOKENS,
+    "sft": _TOKEN_METRICS,
+    "pretrain": _TOKEN_METRICS,
     "dpo": (
         "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "entropy",
         "mean_token_accuracy",
@@ -25,7 +25,7 @@ def eval_metrics(objective: str, eval_sets: Sequence[str]) -> list[str]:
 
 
 def require_known_metric(config: RunConfig) -> None:
-    """Raise ConfigError if the evaluations of a run do not have the metric that decides which model is best."""
+    """Raise ConfigError if the metric that decides which model is best is none of the run's evaluations."""
     known = eval_metrics(config.objective, config.eval_set_names)
     if config.metric_for_best_model is not None and _full_name(config) not in known:
         raise ConfigError(
@@ -45,23 +45,24 @@ class BestModel:
         config: settings of the run.
 
     Attributes:
+        is_used: the run asks for the best model, or for early stopping.
         metric: the best value so far; None before the first evaluation.
-        step: the step of that evaluation.
+        step: the step of the evaluation with this value; 0 before the first one.
         stops: early stopping ends the run.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.is_used = config.load_best_model_at_end or config.early_stopping_patience is not None
         self._name = _full_name(config)
-        self._greater = config.greater_is_better
-        if self._greater is None:
-            self._greater = not self._name.endswith("loss")
+        self._is_greater_better = config.greater_is_better
+        if self._is_greater_better is None:
+            self._is_greater_better = not self._name.endswith("loss")
         self._patience, self._threshold = config.early_stopping_patience, config.early_stopping_threshold
         self.metric: float | None = None
-        self.step, self._num_worse = 0, 0
+        self.step, self._num_without_gain = 0, 0
 
     def update(self, line: Mapping[str, Any]) -> bool:
-        """Add an evaluation, and return whether it is the best so far. The one before training does not count."""
+        """Add an evaluation by its line of metrics. Return whether it is the best so far; one before the first step does not count."""
         if not self.is_used or line["step"] == 0:
             return False
         value = line[self._name]
@@ -70,9 +71,9 @@ class BestModel:
         elif self.metric is None:
             gain = math.inf
         else:
-            gain = value - self.metric if self._greater else self.metric - value
+            gain = value - self.metric if self._is_greater_better else self.metric - value
         # A smaller gain is one all the same: it makes the model the best, but does not reset the patience.
-        self._num_worse = 0 if gain > self._threshold else self._num_worse + 1
+        self._num_without_gain = 0 if gain > self._threshold else self._num_without_gain + 1
         is_best = gain > 0
         if is_best:
             self.metric, self.step = value, line["step"]
@@ -80,13 +81,13 @@ class BestModel:
 
     @property
     def stops(self) -> bool:
-        """True once as many evaluations as ``early_stopping_patience`` were not better."""
-        return self._patience is not None and self._num_worse >= self._patience
+        """True once ``early_stopping_patience`` evaluations in a row had no gain above the threshold."""
+        return self._patience is not None and self._num_without_gain >= self._patience
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""
-        return {"metric": self.metric, "step": self.step, "num_worse": self._num_worse}
+        return {"metric": self.metric, "step": self.step, "num_worse": self._num_without_gain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` has returned."""
-        self.metric, self.step, self._num_worse = state["metric"], state["step"], state["num_worse"]
+        self.metric, self.step, self._num_without_gain = state["metric"], state["step"], state["num_worse"]

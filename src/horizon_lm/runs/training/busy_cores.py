@@ -25,13 +25,13 @@ class BusyCores(Part):
     def __init__(self, run: Run) -> None:
         self.cores_of_others: float | None = None
         self._run = run
-        self._began: CoreUse | None = None  # before the first step
+        self._use_at_start: CoreUse | None = None  # before the first step
         self._num_steps, self._step_seconds = 0, 0.0
 
     @contextmanager
     def during_step(self, step: int) -> Iterator[None]:
-        if self._began is None:
-            self._began = CoreUse.now()
+        if self._use_at_start is None:
+            self._use_at_start = CoreUse.now()
         begun = time.perf_counter()
         yield
         self._num_steps += 1
@@ -41,34 +41,34 @@ class BusyCores(Part):
         # All ranks have to exchange at the same time. They have no common clock, so the number of steps decides: after 1, 2, 4, 8, ...
         # steps, few exchanges find the first long enough measurement soon.
         is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
-        if self._began is None or not is_power_of_two:
+        if self._use_at_start is None or not is_power_of_two:
             return
-        use = CoreUse.now().since(self._began)
-        ranks = [CoreUse(*each) for each in self._run.session.ranks.exchange("the use of cores", astuple(use))]
-        first_rank = ranks[0]
-        if first_rank.seconds < _LEAST_SECONDS:  # by one clock, so that all ranks decide the same
+        own_use = CoreUse.now().since(self._use_at_start)
+        uses = [CoreUse(*each) for each in self._run.session.ranks.exchange("the use of cores", astuple(own_use))]
+        of_first_rank = uses[0]
+        if of_first_rank.seconds < _LEAST_SECONDS:  # by one clock, so that all ranks decide the same
             return
-        is_first_measurement, worst = self.cores_of_others is None, _ranks_of_worst_machine(ranks)
+        is_first_measurement, worst = self.cores_of_others is None, _uses_on_worst_machine(uses)
         self.cores_of_others = round(max(0.0, missing_cores(worst)), 2)
-        if is_first_measurement and (problem := _problem(worst, is_only_machine=len(worst) == len(ranks))):
-            self._run.session.reporter.print(f"warning: {problem}{self._slowness()}")
+        if is_first_measurement and (problem := _describe_lack(worst, is_only_machine=len(worst) == len(uses))):
+            self._run.session.reporter.print(f"warning: {problem}{self._step_times()}")
 
-    def _slowness(self) -> str:
+    def _step_times(self) -> str:
         """Return the measured and the planned time of a step as the end of the warning."""
         planned = self._run.settings.plan.time
-        text = f": a step takes {_seconds(self._step_seconds / self._num_steps)}"
-        return text if planned is None else f"{text}, and {_seconds(planned.seconds)} by the plan"
+        text = f": a step takes {_format_seconds(self._step_seconds / self._num_steps)}"
+        return text if planned is None else f"{text}, and {_format_seconds(planned.seconds)} by the plan"
 
 
-def _ranks_of_worst_machine(ranks: Sequence[CoreUse]) -> Sequence[CoreUse]:
-    """Return the ranks of the machine that lacks most cores."""
+def _uses_on_worst_machine(uses: Sequence[CoreUse]) -> Sequence[CoreUse]:
+    """Return the uses of cores by the ranks of the machine that lacks most cores."""
     machines = defaultdict(list)
-    for rank in ranks:
-        machines[rank.host].append(rank)
+    for use in uses:
+        machines[use.host].append(use)
     return max(machines.values(), key=missing_cores)
 
 
-def _problem(worst: Sequence[CoreUse], is_only_machine: bool) -> str:
+def _describe_lack(worst: Sequence[CoreUse], is_only_machine: bool) -> str:
     """Describe the cores that the ranks of a machine lack; empty if these are less than half a core, or a tenth of all that they may use."""
     if missing_cores(worst) < max(0.5, 0.1 * sum(each.usable for each in worst)):
         return ""
@@ -76,5 +76,5 @@ def _problem(worst: Sequence[CoreUse], is_only_machine: bool) -> str:
     return f"other programs use {cores_of_others(worst):.1f} of {worst[0].cores} cores{place}, which may slow this run"
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:.2g} s" if value < 10 else f"{value:,.0f} s"

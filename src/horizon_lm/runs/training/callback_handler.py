@@ -40,10 +40,10 @@ class Handler(CallbackHandler):  # type: ignore[misc]
         self.error: BaseException | None = None
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Forward an event to all callbacks, and return what they request."""
+        """Forward an event to all callbacks, and return the control with their requests. Drop the callbacks that fail."""
         working = []
         for callback in self.callbacks:
-            self.callbacks = [callback]  # the base class calls those of this list
+            self.callbacks = [callback]  # the base class calls the callbacks of this list
             try:
                 control = super().call_event(event, args, state, control, **kwargs)
                 working.append(callback)

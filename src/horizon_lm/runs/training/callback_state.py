@@ -12,15 +12,15 @@ _RUN_ID = {"wandb": "WANDB_RUN_ID", "mlflow": "MLFLOW_RUN_ID"}  # environment va
 
 
 def callback_state(trainer_state: Any, control: Any, callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the state of a Trainer, what its control requests, and the states of callbacks and trackers, as plain data."""
-    stateful: dict[str, list[Any]] = {}  # by class, of which there may be several callbacks
+    """Return the states of a Trainer, its control, the callbacks and the trackers as plain data. Values that JSON lacks become texts."""
+    states_by_class: dict[str, list[Any]] = {}  # a class may have several callbacks
     for each in callbacks:
         if hasattr(each, "state"):
-            stateful.setdefault(type(each).__name__, []).append(each.state())
+            states_by_class.setdefault(type(each).__name__, []).append(each.state())
     content = {
         "trainer": dataclasses.asdict(trainer_state),
         "control": dataclasses.asdict(control),
-        "callbacks": stateful,
+        "callbacks": states_by_class,
         "trackers": _run_ids(),
         "tensorboard": next((each.logging_dir for each in callbacks if is_tensorboard(each)), None),
     }
@@ -29,23 +29,23 @@ def callback_state(trainer_state: Any, control: Any, callbacks: Sequence[Any]) -
 
 
 def restore_trainer_state(saved: Mapping[str, Any], trainer_state: Any) -> None:
-    """Set the fields of a Trainer's state to those that were saved."""
+    """Set the fields of a Trainer's state to their saved values."""
     for field in dataclasses.fields(trainer_state):
         if field.name in saved["trainer"]:
             setattr(trainer_state, field.name, saved["trainer"][field.name])
 
 
 def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: int) -> list[str]:
-    """Restore callbacks before training begins, and return the names of the user's callbacks that keep no state but have attributes.
+    """Restore callbacks before training begins. Return the names of the user's callbacks that have attributes, but no saved state.
 
     Args:
         saved: what `callback_state` has returned.
         callbacks: instances of transformers callbacks.
         step: the number of steps that are done; TensorBoard drops later points.
     """
-    without_state, states = [], dict[str, Iterator[Any]]()
-    for name, each in saved["callbacks"].items():
-        states[name] = iter(each if isinstance(each, list) else [each])  # older checkpoints have one of each class
+    without_state, saved_states = [], dict[str, Iterator[Any]]()
+    for name, states in saved["callbacks"].items():  # by class, in the order of its callbacks
+        saved_states[name] = iter(states if isinstance(states, list) else [states])  # older checkpoints have one state
     for callback in callbacks:
         name = type(callback).__name__
         if is_tensorboard(callback) and saved["tensorboard"] is not None:
@@ -53,7 +53,7 @@ def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: 
             from torch.utils.tensorboard import SummaryWriter
 
             callback.tb_writer = SummaryWriter(callback.logging_dir, purge_step=step + 1)
-        elif (state := next(states.get(name, iter(())), None)) is not None:
+        elif (state := next(saved_states.get(name, iter(())), None)) is not None:
             for attribute, value in state.get("attributes", {}).items():
                 setattr(callback, attribute, value)
         elif not type(callback).__module__.startswith("transformers.") and vars(callback):
@@ -76,7 +76,7 @@ def tracker_environment(saved: Mapping[str, Any] | None, wandb_project: str | No
     finally:
         for name, value in before.items():
             if value is None:
-                os.environ.pop(name, None)  # MLflow removes the run that it continues
+                os.environ.pop(name, None)  # MLflow itself removes the variable of the run that it continues
             else:
                 os.environ[name] = value
 
@@ -88,10 +88,10 @@ def is_tensorboard(callback: Any) -> bool:
 
 def _run_ids() -> dict[str, str | None]:
     """Return the run ids of the trackers that are in use."""
-    found: dict[str, str | None] = {}
+    run_ids: dict[str, str | None] = {}
     wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")
     if wandb is not None and getattr(wandb, "run", None) is not None:
-        found["wandb"] = wandb.run.id
+        run_ids["wandb"] = wandb.run.id
     if mlflow is not None and mlflow.active_run() is not None:
-        found["mlflow"] = mlflow.active_run().info.run_id
-    return found
+        run_ids["mlflow"] = mlflow.active_run().info.run_id
+    return run_ids

@@ -41,7 +41,7 @@ class Callbacks(Part):
         self._steps_per_epoch, self._wandb_project, self._is_first = 1, config.wandb_project, is_first
         self._trackers, self._callbacks = open_trackers(config.report_to) if is_first else [], list(callbacks)
         self._handler: Any = None  # before `begin`, and in a run without callbacks
-        self._resumed: Mapping[str, Any] = {}
+        self._saved_state: Mapping[str, Any] = {}
         if not (self._trackers or self._callbacks):
             return
         from transformers import TrainingArguments
@@ -60,7 +60,7 @@ class Callbacks(Part):
         """Signal the start of training, in a resumed run after the callbacks got their states back.
 
         Args:
-            model, tokenizer, optimizer, scheduler, intervals: those of the run.
+            model, tokenizer, optimizer, scheduler, intervals: of the run.
             report: called with a line about a tracker that fails.
             step: the number of steps that are done.
         """
@@ -70,23 +70,24 @@ class Callbacks(Part):
 
         from horizon_lm.runs.training.callback_handler import Handler
 
-        resumed, self._steps_per_epoch = self._resumed, intervals.steps_per_epoch
+        saved, self._steps_per_epoch = self._saved_state, intervals.steps_per_epoch
         self._state, self._control = TrainerState(max_steps=intervals.num_steps, global_step=step), TrainerControl()
         self._handler = Handler(self._trackers, self._callbacks, model, tokenizer, optimizer, scheduler, report)
-        if resumed:
-            restore_trainer_state(resumed, self._state)
+        if saved:
+            restore_trainer_state(saved, self._state)
         self._state.is_world_process_zero = self._is_first
         self._state.is_local_process_zero = is_first_of_machine()
         self._call("on_init_end")
-        if resumed:
-            for name in restore_callbacks(resumed, self._handler.callbacks, step):
+        if saved:
+            for name in restore_callbacks(saved, self._handler.callbacks, step):
                 report(f"resume: the callback {name} has no state(), so it begins anew")
-        with tracker_environment(resumed, self._wandb_project):
+        with tracker_environment(saved, self._wandb_project):
             self._call("on_train_begin")
         for line in place_lines(self._handler.callbacks):
             report(line)
-        older = {"should_training_stop": resumed.get("stops", False)}  # all that older checkpoints have
-        for name, is_requested in resumed.get("control", older).items():
+        of_older = {"should_training_stop": saved.get("stops", False)}  # the only request in older checkpoints
+        # Requests from before the interruption are added to the requests made by the events above.
+        for name, is_requested in saved.get("control", of_older).items():
             setattr(self._control, name, getattr(self._control, name) or is_requested)
         self._raise_error_of_start()
 
@@ -104,8 +105,8 @@ class Callbacks(Part):
         return {} if self._handler is None else callback_state(self._state, self._control, self._handler.callbacks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` had returned when the run was interrupted, once training begins."""
-        self._resumed = state
+        """Keep a state that `state_dict` has returned; `begin` restores it."""
+        self._saved_state = state
 
     def before_step(self, step: int) -> None:
         """Signal the start of a step, counted from 1."""
@@ -127,7 +128,7 @@ class Callbacks(Part):
             return Control()
         control = self._control
         stop = control.should_training_stop or self.error is not None
-        return Control(control.should_log, control.should_evaluate, control.should_save, stop)
+        return Control(log=control.should_log, evaluate=control.should_evaluate, save=control.should_save, stop=stop)
 
     @property
     def error(self) -> BaseException | None:

@@ -32,15 +32,13 @@ Check = Callable[[RunConfig], None]
 
 
 def mistakes_in_plan(config: RunConfig) -> Iterator[HorizonError]:
-    """Yield the errors of what a plan is made from: the model's config, its adapters, the sizes of its weights, and the rows if any
-    are named.
-    """
-    of_model = [_require_name, _require_config, _require_peft, _require_adapter, _require_headers]
-    return _errors(config, [*of_model, *_checks_of_first_rows(config)])
+    """Yield the errors in the inputs of a plan: the model's config, its adapters, the sizes of its weights, and rows that are named."""
+    model_checks = [_require_name, _require_config, _require_peft, _require_adapter, _require_headers]
+    return _errors(config, [*model_checks, *_checks_of_first_rows(config)])
 
 
 def mistakes_in_rows(config: RunConfig) -> Iterator[HorizonError]:
-    """Yield the errors of what rows are tokenized from: the model's config and tokenizer, the chat template, and the rows."""
+    """Yield the errors in the inputs of tokenizing: the model's config and tokenizer, the chat template, and the rows."""
     return _errors(config, [_require_name, _require_config, *_checks_of_rows(config)])
 
 
@@ -56,21 +54,23 @@ def mistakes_in_run(config: RunConfig) -> Iterator[HorizonError]:
 
 
 def _checks_of_rows(config: RunConfig) -> list[Check]:
-    """Return the checks of what rows are tokenized from, besides the model's config."""
+    """Return the checks of the inputs of tokenizing, besides the model's config."""
     return [_require_tokenizer, _require_template, _require_trl, *_checks_of_first_rows(config)]
 
 
 def _checks_of_first_rows(config: RunConfig) -> list[Check]:
     """Return a check of the first rows for each entry of ``datasets`` and ``eval_datasets``."""
     training, evaluation = config.datasets or (), config.eval_datasets or ()
-    only = TRAINING if len(training) == 1 else None  # or rows of another entry may have answers
+    # A name lets the check reject rows without answers; another entry of the training rows may have some.
+    training_name = TRAINING if len(training) == 1 else None
+    # Held-out rows, if there are any, have the first name.
     names = config.eval_set_names[len(config.eval_set_names) - len(evaluation) :]
-    entries = [*((entry, only) for entry in training), *zip(evaluation, names, strict=True)]
+    entries = [*((entry, training_name) for entry in training), *zip(evaluation, names, strict=True)]
     return [partial(_require_rows, entry, name) for entry, name in entries]
 
 
 def _errors(config: RunConfig, checks: Sequence[Check]) -> Iterator[HorizonError]:
-    """Yield the errors of some checks. A check that the system does not let read a file is passed over: the run reports it on reading it."""
+    """Yield the errors of some checks. Skip a check that may not read a file: the run reports that when it reads the file."""
     for check in checks:
         with suppress(OSError):
             try:
@@ -84,7 +84,7 @@ def _require_rows(entry: DatasetConfig, name: str | None, config: RunConfig) -> 
 
 
 def _folder(name: str | None) -> Path | None:
-    """Return the folder that a name stands for; None for one on the hub, or without a name."""
+    """Return the local folder of a name; None if there is none, as for a model on the hub, or without a name."""
     folder = Path(name).expanduser() if name is not None and exists(name) else None
     return folder if folder is not None and folder.is_dir() else None
 
@@ -110,7 +110,7 @@ def _require_config(config: RunConfig) -> None:
 
 
 def _usable_folder(config: RunConfig) -> Path | None:
-    """Return the folder of `_model_folder` if its config can be used: otherwise it may be no model at all."""
+    """Return the folder of `_model_folder` if its config can be used; without one, it may be no model at all."""
     return None if any(_errors(config, [_require_config])) else _model_folder(config)
 
 
@@ -163,7 +163,7 @@ def _require_checkpoint(config: RunConfig) -> None:
         return  # an invalid setting
     require_checkpoint(wanted, output_folder(config))
     for folder in checkpoints_to_resume(config)[-1:]:
-        if (saved_adapters := has_adapters(folder)) is not None:  # or it is damaged
+        if (saved_adapters := has_adapters(folder)) is not None:  # None if it is damaged
             require_same_training(config, folder, saved_adapters)
 
 

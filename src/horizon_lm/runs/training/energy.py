@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _POWERCAP = Path("/sys/class/powercap")
-# No processor takes more, so within less than its range at this power a counter begins anew at most once.
+# No processor takes more. So in less time than its range lasts at this power, a counter begins anew at most once.
 _MOST_WATTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """Energy in joules; None where no counter tells.
+    """Energy in joules; None without a counter.
 
     Attributes:
         host: energy of the processors, and of the memory if it has a counter.
@@ -32,7 +32,7 @@ class Energy:
 
     @property
     def total(self) -> float | None:
-        """The sum of what is known; None if nothing is."""
+        """The sum of the known amounts; None if both are unknown."""
         known = [each for each in (self.host, self.device) if each is not None]
         return sum(known) if known else None
 
@@ -74,9 +74,10 @@ class EnergyMeter:
         """
         now = self._clock()
         seconds, self._read_at = now - self._read_at, now
-        used = [zone.read(seconds) for zone in self._zones]
-        known = [each for each in used if each is not None]
-        host = sum(known) if len(known) == len(used) and (used or not self._with_host) else None
+        of_zones = [zone.read(seconds) for zone in self._zones]
+        known = [each for each in of_zones if each is not None]
+        # Without zones, the host counts 0 if another process reads them, and is unknown otherwise.
+        host = sum(known) if len(known) == len(of_zones) and (of_zones or not self._with_host) else None
         return Energy(host, None if self._gpu is None else self._gpu())
 
 
@@ -89,7 +90,7 @@ class _Zone:
         self._last = int(self._file.read_text())
 
     def read(self, seconds: float) -> float | None:
-        """Return the joules since the last reading, which was this many seconds ago; None if the counter does not tell."""
+        """Return the joules since the last reading, this many seconds ago; None if it cannot be read, or may have begun anew twice."""
         try:
             before, self._last = self._last, int(self._file.read_text())
         except OSError:
@@ -107,7 +108,7 @@ def _readable_zones(powercap: Path) -> list[_Zone]:
             if (folder / "name").read_text().startswith(("package", "dram")):
                 zones.append(_Zone(folder))
         except (OSError, ValueError):
-            return []  # a sum over the other zones alone would be taken for that of all
+            return []  # the sum of the other zones would be taken for the sum of all
     return zones
 
 

@@ -36,7 +36,7 @@ class Evaluation(Part):
         self._training, self._saver, self._stop_if_interrupted = training, saver, stop_if_interrupted
         self._best = training.state.keep("best", BestModel(self._config))
         # The step and the loss of the last evaluation, so that no step is evaluated twice.
-        self._last = training.state.keep("last_eval", Value[Sequence[Any]]((-1, None)))
+        self._last_eval = training.state.keep("last_eval", Value[Sequence[Any]]((-1, None)))
         self.loss_before = training.state.keep("loss_before", Value[float | None](None))
 
     @property
@@ -53,16 +53,16 @@ class Evaluation(Part):
         Raises:
             NonFiniteError: a loss is NaN or infinite.
         """
-        last_step, last_loss = self._last.value
+        last_step, last_loss = self._last_eval.value
         if last_step == step:
             return cast(float | None, last_loss)
         with self._training.metrics.exclude_from_timing():
             line = self.evaluate_rows(step) if self._eval_sets else None
         if line is None:
-            self._last.value = step, None
+            self._last_eval.value = step, None
             return None
         loss: float = line["eval_loss"]
-        self._last.value = step, loss
+        self._last_eval.value = step, loss
         self._reporter.write(line)
         is_best = self._best.update(line)
         if is_best and self._config.load_best_model_at_end and step < self._num_steps:  # the last model is exported
@@ -70,7 +70,7 @@ class Evaluation(Part):
         return loss
 
     def load_best(self, step: int) -> None:
-        """If ``load_best_model_at_end`` is set, evaluate the last model, and load the best one if that is another."""
+        """If ``load_best_model_at_end`` is set, evaluate the last model, and load the best one unless it is the last."""
         if self._config.load_best_model_at_end:
             with self._saver.saving_on_fault(step):
                 self.run(step)
@@ -94,7 +94,7 @@ class Evaluation(Part):
                     advance(rows_done, num_rows)
                     if rows_done < num_rows:
                         self._stop_if_interrupted(step)
-                totals[name] = self._over_ranks(of_this_rank)
+                totals[name] = self._sum_over_ranks(of_this_rank)
         line: dict[str, Any] = {"step": step, **_means([*totals.values()], "eval_")}
         if len(totals) > 1:
             for name, total in totals.items():
@@ -104,27 +104,27 @@ class Evaluation(Part):
         return line
 
     def _evaluate_set(self, name: str, rows: TokenTable, total: "_Total") -> Iterator[int]:
-        """Add this rank's losses of an eval set to ``total``. Yield after each turn, in which every rank computes a batch of its own,
-        the number of rows of all of them.
+        """Add this rank's losses of an eval set to ``total``. In each turn, every rank computes a batch of its own; yield the number
+        of rows in all of them after it.
 
         In the last turn, ranks without a batch compute the last one again, and do not count it: all take part in every pass.
         """
         model, objective = self._training.model, self._training.objectives.eval_sets[name]
-        ranks, size = self._ranks, self._config.per_device_eval_batch_size
-        num_batches = -(-len(rows) // size)
+        ranks, batch_size = self._ranks, self._config.per_device_eval_batch_size
+        num_batches = -(-len(rows) // batch_size)
         with evaluation_mode(model):
-            for first in range(0, num_batches, ranks.size):
-                own = first + ranks.rank
-                batch = batch_from(rows, min(own, num_batches - 1) * size, size)
+            for first_batch in range(0, num_batches, ranks.size):
+                own_batch = first_batch + ranks.rank
+                batch = batch_from(rows, min(own_batch, num_batches - 1) * batch_size, batch_size)
                 loss = objective(model, batch)
-                if own < num_batches:
-                    total.add(_total_of(loss, batch.num_trained))
-                yield min((first + ranks.size) * size, len(rows)) - first * size
+                if own_batch < num_batches:
+                    total.add(_batch_total(loss, batch.num_trained))
+                yield min((first_batch + ranks.size) * batch_size, len(rows)) - first_batch * batch_size
 
-    def _over_ranks(self, own: "_Total") -> "_Total":
+    def _sum_over_ranks(self, of_this_rank: "_Total") -> "_Total":
         """Return the sums over all ranks, added in the order of ranks, so that each rank gets the same bits."""
         total = _Total()
-        for of_rank in self._ranks.exchange("an evaluation", astuple(own)):
+        for of_rank in self._ranks.exchange("an evaluation", astuple(of_this_rank)):
             total.add(_Total(*of_rank))
         return total
 
@@ -149,8 +149,8 @@ class _Total:
             self.token_means.setdefault(name, []).extend(means)
 
 
-def _total_of(loss: Loss, num_trained: float) -> _Total:
-    """Return the sums of a batch."""
+def _batch_total(loss: Loss, num_trained: float) -> _Total:
+    """Return the sums of a batch, whose token metrics have one mean, over all of its sequences."""
     token_means = {name: sums.means(len(sums.counts)) for name, sums in loss.token_metrics.items()}
     return _Total(
         loss=float(loss.value) * loss.weight, weight=loss.weight, metrics=dict(loss.metrics), token_means=token_means,

@@ -17,7 +17,7 @@ class FirstStep:
     """Runs the first step, whose memory the plan could only estimate."""
 
     def __init__(self, run: Run, training: Training) -> None:
-        self._run, self._training, self._is_over = run, training, False
+        self._run, self._training, self._is_first_done = run, training, False
 
     def run(self, train_step: Callable[[], None], step: int) -> None:
         """Run a step. If it is the first and the device has too little memory, run it once more with a smaller plan.
@@ -28,11 +28,11 @@ class FirstStep:
             DoesNotFitError: the step does not fit with a smaller plan either, has already updated weights, or other ranks
                 would have to repeat it, too.
         """
-        if self._is_over:
+        if self._is_first_done:
             train_step()
             return
         shortage = self._try_step(train_step)
-        self._is_over = True
+        self._is_first_done = True
         if shortage is None:  # it fitted
             return
         smaller = self._smaller_plan(f"step {step} needed more device memory than planned ({shortage})")
@@ -47,7 +47,7 @@ class FirstStep:
             raise self._run.admission.out_of_memory(
                 smaller, f"step {step} needed more device memory than there is, with a smaller plan, too ({shortage})"
             )
-        self._use(smaller, step)
+        self._adopt(smaller, step)
 
     def _smaller_plan(self, problem: str) -> Plan:
         """Return a plan for the second attempt, with ``problem`` as its first reason. Raise DoesNotFitError if there can be none."""
@@ -61,26 +61,26 @@ class FirstStep:
             raise admission.out_of_memory(plan, problem)
         return replace(smaller, reasons=[problem, *smaller.reasons])
 
-    def _use(self, plan: Plan, step: int) -> None:
+    def _adopt(self, plan: Plan, step: int) -> None:
         """Use the smaller plan, with which a step was run, for the rest of the run, and write it into the folder of the run."""
         settings, session = self._run.settings, self._run.session
-        before = settings.config
+        config_before = settings.config
         settings.use(plan)
         self._training.metrics.plan = plan
         if step > 1:  # the run is a resumed one, whose earlier steps had other settings
-            session.reporter.print(*rounding_warnings(settings_of(before), settings_of(settings.config)))
+            session.reporter.print(*rounding_warnings(settings_of(config_before), settings_of(settings.config)))
         with session.reporter.attempt("plan.json"):
             session.run_dir.write_settings(settings.config, plan)
 
     def _try_step(self, train_step: Callable[[], None]) -> str | None:
         """Run a step. Return None or, if the device has too little memory for it, the first line of the error."""
         optimizer = self._training.optimizer
-        before = optimizer.num_steps, optimizer.num_skipped
+        counts_before = optimizer.num_steps, optimizer.num_skipped
         try:
             train_step()
         except Exception as error:
-            is_counted = before != (optimizer.num_steps, optimizer.num_skipped)
-            if is_counted or not is_out_of_device_memory(error):  # a step that counts must not be repeated
+            has_counted = counts_before != (optimizer.num_steps, optimizer.num_skipped)
+            if has_counted or not is_out_of_device_memory(error):  # a step that counts must not be repeated
                 raise
             shortage = first_line(error)
         else:

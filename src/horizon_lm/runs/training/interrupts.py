@@ -21,7 +21,7 @@ _EXIT_SECONDS = 10.0  # for cleaning up after the second signal, which waits for
 
 
 class _Phase(enum.Enum):
-    """The phases of a run, each with what a signal of this process does in it."""
+    """The phases of a run. Comments say what a signal of this process does in each, and -> which phase follows."""
 
     STARTING = enum.auto()  # raises KeyboardInterrupt -> CUT_OFF
     CUT_OFF = enum.auto()  # raises KeyboardInterrupt, if the first was swallowed
@@ -30,6 +30,7 @@ class _Phase(enum.Enum):
     LEAVING = enum.auto()  # nothing: the context ends
 
 
+# The next phases, by the present one: once a signal has arrived, and once the first step is due.
 _AFTER_SIGNAL = {_Phase.STARTING: _Phase.CUT_OFF, _Phase.STEPPING: _Phase.STOPPING}
 _WITH_STEPS = {_Phase.STARTING: _Phase.STEPPING, _Phase.CUT_OFF: _Phase.STOPPING}
 
@@ -53,8 +54,8 @@ class Interrupts:
         self._phase = _Phase.STARTING
         self._may_raise = True  # KeyboardInterrupt; once, and again if it was swallowed (`_ensure_end`)
         # The signals that have raised KeyboardInterrupt; None when the context ends. A signal handler may use a SimpleQueue.
-        self._interrupts: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
-        self._left = threading.Event()  # the context has ended
+        self._raised: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
+        self._has_ended = threading.Event()  # the context has ended
         self._lock = threading.Lock()  # held while the thread sends a signal
         self.kept: Callable[[], str] = lambda: "Nothing was trained yet."
         self.requested = ""
@@ -72,9 +73,9 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         is_before_steps, self._phase = self._phase in _WITH_STEPS, _Phase.LEAVING
-        self._interrupts.put(None)  # ends the thread (`_ensure_end`)
+        self._raised.put(None)  # ends the thread (`_ensure_end`)
         with self._lock:  # the thread sends no signal from here on: it would meet the restored handlers
-            self._left.set()
+            self._has_ended.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if not self.requested:
@@ -97,7 +98,7 @@ class Interrupts:
 
         Args:
             when: the place in the run, for the message.
-            kept: what the run leaves; None for what this process knows.
+            kept: what the run leaves; None for this process's own sentence (`self.kept`).
         """
         if self.requested:
             raise InterruptedRunError(
@@ -106,7 +107,7 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal as the phase says: let the current step end, or raise KeyboardInterrupt."""
-        if os.getpid() != self._process:  # a forked child: the signal does what it does without us
+        if os.getpid() != self._process:  # a forked child, which the signal ends as if this handler were not installed
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -119,22 +120,22 @@ class Interrupts:
             _write(f"\n{name}: stopping after this step; interrupt again to stop at once\n")
         elif self._may_raise and (phase is not _Phase.STOPPING or number in _END_AT_ONCE):
             self._may_raise = False  # another KeyboardInterrupt would end the cleaning up
-            self._interrupts.put(signal.Signals(number))
+            self._raised.put(signal.Signals(number))
             raise KeyboardInterrupt
 
     def _ensure_end(self) -> None:
         """Wait for the first KeyboardInterrupt, and make sure that the run ends; this is the body of a thread."""
-        number = self._interrupts.get()
-        if number is None:  # the context ended without one
+        number = self._raised.get()
+        if number is None:  # the context ended without a KeyboardInterrupt
             return
         if self._phase is not _Phase.CUT_OFF:
-            if not self._left.wait(_EXIT_SECONDS):  # the cleaning up may wait for a device that hangs
+            if not self._has_ended.wait(_EXIT_SECONDS):  # the cleaning up may wait for a device that hangs
                 os._exit(InterruptedRunError.exit_code)
             return
         # Before the first step, code that must not raise, such as a destructor, may have swallowed the interrupt.
-        while not self._left.wait(_REPEAT_SECONDS):
+        while not self._has_ended.wait(_REPEAT_SECONDS):
             with self._lock:  # once the handlers are restored, the signal would end the process
-                if not self._left.is_set():
+                if not self._has_ended.is_set():
                     self._may_raise = True
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
 

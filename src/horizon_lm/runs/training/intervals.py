@@ -1,4 +1,4 @@
-"""The steps after which a run does something besides training: those of its settings, and those that a part requests."""
+"""The steps after which a run does something besides training, by its settings or because a part requests it."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ class Control:
     @classmethod
     def of_all(cls, requests: Iterable[tuple[Any, ...]]) -> Self:
         """Return the actions that are in any of these requests, each of them the fields of a `Control`."""
-        # The maximum of booleans is true if any is; that of texts is not empty if any is not.
+        # The maximum of booleans is true if any of them is; the maximum of texts is empty only if all of them are.
         return cls(*map(max, zip(*requests, strict=True)))
 
 
@@ -52,50 +52,48 @@ class Intervals:
 
     def logs(self, step: int) -> bool:
         """Return whether to log a step."""
-        is_due = step in (1, self.num_steps) or step % self._interval(self.config.logging_steps) == 0
+        is_due = step in (1, self.num_steps) or step % self._interval_of(self.config.logging_steps) == 0
         return is_due or self.requests().log
 
     def evaluates(self, step: int) -> bool:
         """Return whether to evaluate after a step. After the last one every run evaluates, so False unless a part requests it."""
         config = self.config
-        is_due = self._due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
+        is_due = self._is_due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
         return is_due or self.requests().evaluate
 
     def saves(self, step: int) -> bool:
         """Return whether to save after a step. After the last one every run exports its model, so False unless a part requests it."""
-        return self._due(self.config.save_strategy, self.config.save_steps, step) or self.requests().save
+        return self._is_due(self.config.save_strategy, self.config.save_steps, step) or self.requests().save
 
     def samples(self, step: int) -> bool:
         """Return whether to answer the sample prompts after a step, which may turn out to be the last one (`Control.stop`)."""
         if self.config.sample_prompts is None:
             return False
-        is_due = step == self.num_steps or step % self._interval(self.config.sample_steps) == 0
+        is_due = step == self.num_steps or step % self._interval_of(self.config.sample_steps) == 0
         return is_due or self.requests().stop
 
     def planned_saves(self) -> Saves:
         """Return the checkpoints that the run writes and keeps, if each evaluation finds a better model."""
-        config, last = self.config, self.num_steps - 1  # the last step after which anything is saved
+        config, last_step = self.config, self.num_steps - 1  # the last one after which anything is saved
         save_interval = self._steps_between(config.save_strategy, config.save_steps)
-        num_regular, of_best = (
-            last // save_interval,
-            0,
-        )  # of_best: checkpoints that are written only because they are the best
+        # ``num_of_best``: checkpoints that are written only because they are the best.
+        num_regular, num_of_best = last_step // save_interval, 0
         if config.load_best_model_at_end:
             eval_interval = self._steps_between(config.eval_strategy, config.eval_steps or config.logging_steps)
-            of_both = last // math.lcm(save_interval, eval_interval)
+            num_of_both = last_step // math.lcm(save_interval, eval_interval)
             # One more, because the last model is saved before the best one is loaded.
-            of_best = last // eval_interval - of_both + 1
-        num = num_regular + of_best
+            num_of_best = last_step // eval_interval - num_of_both + 1
+        num = num_regular + num_of_best
         kept = min(num, config.save_total_limit or num) + config.load_best_model_at_end  # the best one is never deleted
-        return Saves(num=num, kept=kept, of_best=of_best, only_model=config.save_only_model)
+        return Saves(num=num, kept=kept, of_best=num_of_best, only_model=config.save_only_model)
 
-    def _due(self, strategy: str, interval: float, step: int) -> bool:
+    def _is_due(self, strategy: str, interval: float, step: int) -> bool:
         return step != self.num_steps and step % self._steps_between(strategy, interval) == 0
 
     def _steps_between(self, strategy: str, interval: float) -> int:
         if strategy == "no":
             return self.num_steps  # after which nothing is due
-        return self.steps_per_epoch if strategy == "epoch" else self._interval(interval)
+        return self.steps_per_epoch if strategy == "epoch" else self._interval_of(interval)
 
-    def _interval(self, number_or_share: float) -> int:
+    def _interval_of(self, number_or_share: float) -> int:
         return max(1, num_steps_of(number_or_share, self.num_steps))

@@ -43,23 +43,23 @@ class LastResort:
         self._began = self._reported = time.monotonic()
 
     def export(self, model: Any, tokenizer: Any) -> None:
-        """Export a model, to ``model_dir`` of the run's folder, which is the second place if the model is there.
+        """Export a model to the run's folder or, with its ``model_dir`` changed, to the second place.
 
         Raises:
             Exception: an error that no waiting cures, once a checkpoint has the weights.
             InterruptedRunError: a signal has ended the waiting; a checkpoint has the weights, or an earlier one is left.
-            ConfigError, DoesNotFitError: the same without any checkpoint, or the folder could not be written to for so long that
-                the run ends with a checkpoint.
+            ConfigError, DoesNotFitError: a signal has ended the waiting, and no checkpoint is left; or the folder could not be
+                written to for so long that the run ends with a checkpoint.
         """
         run_dir, checkpoint = self.run_dir, None  # the checkpoint that has the trained weights
-        failure = self._attempt(model, tokenizer, run_dir.model_dir)
+        failure = self._try_writing(model, tokenizer, run_dir.model_dir)
         if failure is not None:
             self._report_failure(failure)
         while failure is not None:
             signal = run_dir.ranks.agree("the end of the waiting", self.requested())
-            own = [time.monotonic() - self._began, is_of_system(failure)]
+            of_this_rank = [time.monotonic() - self._began, is_of_system(failure)]
             # The first rank decides. An error of the system may pass, such as a full disk; others stay.
-            waited, may_pass = run_dir.ranks.of_first("the waiting", own)
+            waited, may_pass = run_dir.ranks.of_first("the waiting", of_this_rank)
             if signal or waited >= _PATIENCE_SECONDS or not may_pass:
                 if self._export_elsewhere(model, tokenizer):
                     return
@@ -69,14 +69,14 @@ class LastResort:
                 failure.add_note(run_dir.kept_artifacts(checkpoint))
                 raise failure
             if signal or (checkpoint is not None and waited >= _SAVED_SECONDS):
-                raise self._given_up(failure, signal, checkpoint)
+                raise self._final_error(failure, signal, checkpoint)
             if time.monotonic() - self._reported >= _REPEAT_SECONDS:
                 self._report_failure(failure)
             self._sleep()
-            failure = self._attempt(model, tokenizer, run_dir.model_dir)
+            failure = self._try_writing(model, tokenizer, run_dir.model_dir)
         run_dir.is_exported = True
 
-    def _attempt(self, model: Any, tokenizer: Any, target: Path) -> Exception | None:
+    def _try_writing(self, model: Any, tokenizer: Any, target: Path) -> Exception | None:
         """Write a model. Return the error if that fails, on all ranks together; None if the model is written."""
         try:
             line = self.run_dir.write_model(model, tokenizer, target)
@@ -89,12 +89,12 @@ class LastResort:
         return None
 
     def _export_elsewhere(self, model: Any, tokenizer: Any) -> bool:
-        """Export the model into the second place, which the first rank knows. Return whether that was possible."""
-        own = self.run_dir.elsewhere("model")
-        place = self.run_dir.ranks.of_first("the second place", None if own is None else str(own))
+        """Export the model into the second place, which the first rank knows, and point the run to it. Return whether that was possible."""
+        own_place = self.run_dir.elsewhere("model")
+        place = self.run_dir.ranks.of_first("the second place", None if own_place is None else str(own_place))
         if place is None:
             return False
-        failure = self._attempt(model, tokenizer, Path(place))
+        failure = self._try_writing(model, tokenizer, Path(place))
         if failure is not None:
             self.report(str(self.run_dir.problem(failure, Path(place), "the second place")))
             return False
@@ -119,22 +119,23 @@ class LastResort:
             f"folder writable, or make room.{place}"
         )
 
-    def _given_up(self, failure: Exception, signal: str, checkpoint: Path | None) -> Exception:
+    def _final_error(self, failure: Exception, signal: str, checkpoint: Path | None) -> Exception:
         """Return the error that ends the run, of the same kind on all ranks.
 
         Args:
             failure: why the model could not be written.
             signal: the signal that has ended the waiting; empty for none.
-            checkpoint: the checkpoint that has the trained weights; None if there is none. One of earlier steps may be left even then.
+            checkpoint: the checkpoint that has the trained weights; None if there is none, even if
+                a checkpoint of earlier steps is left.
         """
-        problem, last = self.run_dir.problem(failure), self.last_checkpoint()
+        problem, last_checkpoint = self.run_dir.problem(failure), self.last_checkpoint()
         sentences = [f"interrupted by {signal} while the trained model could not be written."] if signal else []
         sentences.append(str(problem))
         if checkpoint is None:
-            sentences.append(f"The {'weights of the last steps' if last else 'trained weights'} are lost.")
-        sentences.append(self.run_dir.kept_artifacts(last))
+            sentences.append(f"The {'weights of the last steps' if last_checkpoint else 'trained weights'} are lost.")
+        sentences.append(self.run_dir.kept_artifacts(last_checkpoint))
         kind, text, can_go_on = self.run_dir.ranks.of_first(
-            "the end of the export", [type(problem).__name__, " ".join(sentences), last is not None]
+            "the end of the export", [type(problem).__name__, " ".join(sentences), last_checkpoint is not None]
         )
         if signal and can_go_on:
             return InterruptedRunError(text)

@@ -52,7 +52,7 @@ class LineFile:
         return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 
     def cut_to(self, position: Mapping[str, Any]) -> bool:
-        """Remove the lines after an end that `position` has returned. Return False, and leave the file, if it has changed before that."""
+        """Remove the lines after an end that `position` has returned. Return False, and leave the file, if the bytes before it changed."""
         content = self.path.read_bytes()[: position["bytes"]] if self.path.exists() else b""
         if xxhash.xxh3_128_hexdigest(content) != position["xxh3_128"]:
             return False

@@ -1,4 +1,4 @@
-"""Show how far a step is that takes long."""
+"""Show the progress of a step that takes long."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ class LongSteps(Part):
         if self._is_first:
             self._is_first = False
             blocks = counted(engine_of(self._training.model).parts.num_blocks, "block")
-            self._reporter.announce(step, f"{blocks}, forward and backward{self._planned()}", self._planned_seconds())
+            self._reporter.announce(step, f"{blocks}, forward and backward{self._by_plan()}", self._planned_seconds())
 
     @contextmanager
     def during_step(self, step: int) -> Iterator[None]:
@@ -34,9 +34,9 @@ class LongSteps(Part):
             phase = engine_of(self._training.model).cursor.describe_progress()  # empty between two passes
             since = f"{format_seconds(time.monotonic() - begun)} since its start"
             line = f"{phase}, {since}" if phase else since
-            self._reporter.note(step, phase, line + self._planned())
+            self._reporter.note(step, phase, line + self._by_plan())
 
-        with _repeated(show):
+        with _repeating(show):
             yield
 
     def _planned_seconds(self) -> float:
@@ -44,14 +44,14 @@ class LongSteps(Part):
         time_of_step = self._run.settings.plan.time
         return 0.0 if time_of_step is None else time_of_step.seconds
 
-    def _planned(self) -> str:
+    def _by_plan(self) -> str:
         seconds = self._planned_seconds()
         return f", about {format_seconds(seconds)} by the plan" if seconds >= 1 else ""
 
 
 @contextmanager
-def _repeated(action: Callable[[], None]) -> Iterator[None]:
-    """Context manager: call a function every few seconds in a thread of its own, as long as the enclosed work takes."""
+def _repeating(action: Callable[[], None]) -> Iterator[None]:
+    """Context manager: call a function every few seconds, in a thread of its own, during the enclosed work."""
     is_over = threading.Event()
 
     def repeat() -> None:

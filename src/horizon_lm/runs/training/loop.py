@@ -52,7 +52,7 @@ class Loop:
             self.callbacks,  # before what they may request at the end of a step
             state.keep("spikes", Spikes(self.optimizer, self.reporter.print)),
             busy_cores,
-            StepLog(run, training, busy_cores),  # the loss of the training before that of the eval sets
+            StepLog(run, training, busy_cores),  # the training loss is shown before the eval loss
             self.evaluation,  # may end the run, whose last model then answers the prompts
             Sampling(run, training, self.stop_if_interrupted),
             self.saver,  # after all that has a state: its checkpoints have what followed the step
@@ -60,7 +60,7 @@ class Loop:
             Watchdog(step_timeout, lambda: engine_of(self.model).cursor.describe_unfinished()),
             LongSteps(run, training),
         ]
-        self.due = replace(self.intervals, requests=self.requests)
+        self.due = replace(self.intervals, requests=self.requests)  # by the settings, or by the parts
         state.keep("callbacks", self.callbacks)
         # Last, because it removes lines: no other state can be damaged then.
         state.keep("files", LineFiles(self.run_dir.line_files, self.reporter.print))
@@ -83,8 +83,8 @@ class Loop:
         """Evaluate before the first step, or finish the last one of a resumed run. Return the number of steps that are done."""
         point = self.settings.point
         step = 0 if point is None else point.step
-        file = self.run_dir.metrics if self.ranks.is_first else None
-        self.reporter.begin(file, self.intervals.num_steps, self.callbacks.logged)
+        metrics_file = self.run_dir.metrics if self.ranks.is_first else None
+        self.reporter.begin(metrics_file, self.intervals.num_steps, self.callbacks.logged)
         self.callbacks.begin(
             self.model, self.tokenizer, self.optimizer, self.scheduler, self.intervals, self.reporter.print, step
         )
@@ -93,7 +93,7 @@ class Loop:
             self.evaluation.loss_before.value = self.evaluation.run(0)
         elif not self.saver.step_is_complete.value:
             self.finish_step(step)
-        self.ranks.train_in_step()
+        self.ranks.watch_progress()
         return step
 
     def run_step(self, step: int) -> None:
@@ -113,19 +113,19 @@ class Loop:
         loss = self.objectives.training(self.model, batch)
         if batch.is_stand_in:  # computed as any other, since a loss may be a mean over the targets or the answers
             loss = replace(loss, value=loss.value * 0)
-        number = HostCopy(loss.value)
+        host_loss = HostCopy(loss.value)
         if config.update_in_backward:  # the backward pass changes weights, so check the loss before it
-            self.non_finite.finite_loss(number, step, batch)
+            self.non_finite.check_loss(host_loss, step, batch)
         loss.value.backward()
         # Reading the loss waits for the forward pass. Do so after the backward pass is queued, so that the device stays busy.
-        value = self.non_finite.finite_loss(number, step, batch)  # of all ranks
+        value = self.non_finite.check_loss(host_loss, step, batch)  # the sum over all ranks
         for part in self.parts:
             part.before_update()
         self.non_finite.update(self.optimizer, value, step, batch)
         for part in self.parts:
             part.after_update(step, value, batch)
-        own = StepResult.of(value, loss, batch, config.per_device_train_batch_size, self.metrics.energy())
-        self.metrics.add(self.ranks.total(own), self.scheduler.get_last_lr()[0])
+        own_result = StepResult.of(value, loss, batch, config.per_device_train_batch_size, self.metrics.energy())
+        self.metrics.add(self.ranks.total(own_result), self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()
 
@@ -172,7 +172,7 @@ class Loop:
             part.finish(step)
         loss_after = None
         if self.error_of_callbacks() and step < self.intervals.num_steps:
-            self.saver.keep_or_export(step)
+            self.saver.save_somewhere_or_export(step)
         else:  # also with an error after the last step, when the model is complete
             self.evaluation.load_best(step)
             self.saver.export(step)  # before the evaluation, which may fail

@@ -25,14 +25,14 @@ def write_loss_png(metrics_file: Path, png: Path) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")  # not pyplot, which keeps global state
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    rates = axes.twinx()
-    axes.set_zorder(rates.get_zorder() + 1)  # draw losses on top of the learning rate
+    rate_axes = axes.twinx()
+    axes.set_zorder(rate_axes.get_zorder() + 1)  # draw losses on top of the learning rate
     axes.patch.set_visible(False)
 
     steps = [line.step for line in metrics.training]
     learning_rates = [line.learning_rate for line in metrics.training]
-    lines = rates.plot(steps, learning_rates, color=THIRD, linewidth=1, alpha=0.7, label="learning rate")
-    lines += axes.plot(
+    curves = rate_axes.plot(steps, learning_rates, color=THIRD, linewidth=1, alpha=0.7, label="learning rate")
+    curves += axes.plot(
         *zip(*metrics.losses, strict=True),
         color=FIRST,
         label="training loss",
@@ -40,16 +40,16 @@ def write_loss_png(metrics_file: Path, png: Path) -> None:
     )
     if metrics.evaluations:
         eval_losses = [(each.step, each.eval_loss) for each in metrics.evaluations]
-        lines += axes.plot(*zip(*eval_losses, strict=True), "D:", color=SECOND, label="eval loss")
+        curves += axes.plot(*zip(*eval_losses, strict=True), "D:", color=SECOND, label="eval loss")
     note = axis_note([loss for _, loss in metrics.losses] + [each.eval_loss for each in metrics.evaluations])
     axes.set(xlabel="step", ylabel=f"{metrics.loss_title} ({note})" if note else metrics.loss_title)
     if not note and axes.dataLim.ymin >= 0:
         axes.set_ylim(bottom=0)
     axes.grid(color=GRID)
-    rates.set_ylabel("learning rate", color=MUTED)
-    rates.set_ylim(bottom=0)
-    rates.ticklabel_format(axis="y", scilimits=(0, 0))
-    figure.legend(handles=lines[::-1], loc="outside upper center", ncols=3, frameon=False)
+    rate_axes.set_ylabel("learning rate", color=MUTED)
+    rate_axes.set_ylim(bottom=0)
+    rate_axes.ticklabel_format(axis="y", scilimits=(0, 0))
+    figure.legend(handles=curves[::-1], loc="outside upper center", ncols=3, frameon=False)
     image = io.BytesIO()
     figure.savefig(image, format="png")
     write_file(Disk(), png, image.getvalue())

@@ -65,7 +65,7 @@ class StepResult:
 
 @dataclass
 class _Totals:
-    """Values since the start of the run: the first and the last loss of a line, and the tokens of all lines."""
+    """Values since the start of the run: the losses of its first and its last line, and the tokens of all lines."""
 
     first_loss: float | None = None
     last_loss: float | None = None
@@ -79,7 +79,7 @@ class _Recent:
 
     learning_rate: float = 0.0  # of the last step
     rows: int = 0  # since the start of the run
-    losses: list[float] = field(default_factory=list)  # this and the next three without steps that were skipped
+    losses: list[float] = field(default_factory=list)  # this and the next three leave out steps that were skipped
     sums: dict[str, float] = field(default_factory=dict)
     token_means: dict[str, list[float]] = field(default_factory=dict)
     weight: float = 0.0
@@ -117,10 +117,10 @@ class Metrics:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain data, with seconds instead of times."""
         now = time.perf_counter()
-        # Names with an underscore, as checkpoints have always had them, and apart from those of the totals.
+        # Names with an underscore, which checkpoints have always had, differ from the names of the totals.
         recent = {f"_{name}": each for name, each in vars(self._recent).items()}
-        window = now - self._window_started - self._excluded_seconds
-        return {"sums": vars(self.totals) | recent, "seconds": now - self.started, "window_seconds": window}
+        window_seconds = now - self._window_started - self._excluded_seconds
+        return {"sums": vars(self.totals) | recent, "seconds": now - self.started, "window_seconds": window_seconds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` has returned. The time between the two does not count."""
@@ -137,7 +137,7 @@ class Metrics:
         begun = time.perf_counter()
         yield
         self._excluded_seconds += time.perf_counter() - begun
-        self.energy()
+        self.energy()  # drops the energy of the enclosed work
 
     def energy(self) -> Energy:
         """Return this rank's energy since the last call."""
@@ -162,11 +162,11 @@ class Metrics:
         recent.joules = [energy.host, energy.device]
 
     def _end_window(self, now: float) -> tuple[_Recent, float]:
-        """Begin new sums. Return those of the steps since the last line, and the seconds that these have taken."""
+        """Begin new sums, and add the tokens of the old ones to the totals. Return the old sums, and the seconds of their steps."""
         recent, seconds = self._recent, now - self._window_started - self._excluded_seconds
         self.totals.tokens_trained += recent.window_trained
         self.totals.tokens_total += recent.window_total
-        self._recent = _Recent(recent.learning_rate, recent.rows)
+        self._recent = _Recent(learning_rate=recent.learning_rate, rows=recent.rows)
         self._window_started, self._excluded_seconds = now, 0.0
         return recent, seconds
 
@@ -228,5 +228,5 @@ class Metrics:
         }
 
 
-def _ratio(value: float | None, other: float | None, digits: int = 4) -> float | None:
-    return round(value / other, digits) if other and value is not None else None
+def _ratio(value: float | None, reference: float | None, digits: int = 4) -> float | None:
+    return round(value / reference, digits) if reference and value is not None else None

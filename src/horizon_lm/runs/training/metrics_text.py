@@ -17,13 +17,13 @@ def format_line(line: dict[str, Any], num_steps: int, width: int | None = None) 
     Args:
         line: the metrics.
         num_steps: steps of the run.
-        width: characters of a line, into which only the most important metrics are taken; None for all. Sample answers are
+        width: the most characters of a line; the least important metrics of a longer one are left out. None for all. Sample answers are
             never cut.
     """
     start = f"step {line['step']}/{num_steps}"
     if "samples" in line:
         return "\n".join(f"{start}  {each['prompt']!r} -> {each['answer']!r}" for each in line["samples"])
-    texts = {"start": start} | (_of_eval(line) if "eval_loss" in line else _of_training(line))
+    texts = {"start": start} | (_eval_texts(line) if "eval_loss" in line else _training_texts(line))
     for name in _LEAST_FIRST:
         if width is None or sum(map(len, texts.values())) <= width:
             break
@@ -31,13 +31,13 @@ def format_line(line: dict[str, Any], num_steps: int, width: int | None = None) 
     return "".join(texts.values())
 
 
-def _of_eval(line: dict[str, Any]) -> dict[str, str]:
+def _eval_texts(line: dict[str, Any]) -> dict[str, str]:
     """Return the metrics of an eval set as texts, each after its separator."""
     tokens = {"eval_tokens": f" ({line['eval_tokens']:,} tokens)"} if "eval_tokens" in line else {}
     return {"loss": f"  eval loss {line['eval_loss']:.4f}", **tokens, **_extra_metrics(line, "eval_")}
 
 
-def _of_training(line: dict[str, Any]) -> dict[str, str]:
+def _training_texts(line: dict[str, Any]) -> dict[str, str]:
     """Return the metrics of training steps as texts, each after its separator."""
     return {
         "epoch": f"  epoch {line['epoch']:.2f}",
@@ -66,17 +66,17 @@ def _energy_of_tokens(line: dict[str, Any]) -> str:
 
 
 def _extra_metrics(line: dict[str, Any], prefix: str) -> dict[str, str]:
-    """Return the objective's most important metrics as texts; for preferences those of pairs, else those of tokens."""
+    """Return the objective's most important metrics as texts: for preferences metrics of pairs, otherwise metrics of tokens."""
     labels = {"perplexity": "perplexity", "mean_token_accuracy": "token accuracy", "entropy": "entropy"}
     if prefix + "rewards/margins" in line:
         labels = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
     return {
-        key: f"  {label} {_three_digits(line[prefix + key])}" for key, label in labels.items() if prefix + key in line
+        key: f"  {label} {_format_metric(line[prefix + key])}" for key, label in labels.items() if prefix + key in line
     }
 
 
-def _three_digits(value: float) -> str:
-    """Format with three decimals, small and very large numbers with a few significant digits."""
+def _format_metric(value: float) -> str:
+    """Format with three decimals, small and very large numbers with three significant digits."""
     return f"{value:z.3f}" if 0.1 <= abs(value) < 1e5 or value == 0 else f"{value:.3g}"
 
 

@@ -23,7 +23,7 @@ _MOST_SEARCHES = 10  # in a run that skips such steps: a search takes as long as
 
 
 class NonFinite:
-    """The check of each step of a run."""
+    """Checks the loss and the gradient of each step of a run."""
 
     def __init__(self, run: Run, training: Training) -> None:
         self._config, self._tokenizer, self._ranks = run.settings.config, run.tokenizer, run.session.ranks
@@ -31,14 +31,14 @@ class NonFinite:
         self._model, self._objective = training.model, training.objectives.training
         self._num_searches, self._own_loss = 0, 0.0
 
-    def finite_loss(self, loss: HostCopy, step: int, batch: Batch) -> float:
-        """Return the loss of all ranks as a number, and remember this rank's own. Raise NonFiniteError if the sum is NaN or infinite, unless
+    def check_loss(self, loss: HostCopy, step: int, batch: Batch) -> float:
+        """Return the sum of all ranks' losses, and remember this rank's own. Raise NonFiniteError if the sum is NaN or infinite, unless
         such steps are skipped.
         """
         self._own_loss = float(loss.read())
         value = self._ranks.sum("the loss of a step", self._own_loss)
         if not math.isfinite(value) and self._config.non_finite == "raise":
-            problem, cause = self._explain(None, value, step, batch)
+            problem, cause = self._explain_and_save(None, value, step, batch)
             raise NonFiniteError(self._message(problem, cause, step, batch))
         return value
 
@@ -47,54 +47,54 @@ class NonFinite:
         skipped_before = optimizer.num_skipped
         try:
             if not math.isfinite(loss):
-                optimizer.reject_step(
-                    f"the loss is {loss}"
-                )  # only marks it: `step` below raises the error, or skips the step
+                # This only marks the step; `step` below raises the error, or skips it.
+                optimizer.reject_step(f"the loss is {loss}")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NonFiniteWarning)  # reported below, with the rows
                 optimizer.step()
         except NonFiniteError as error:
             raise self._rejection(error, optimizer, loss, step, batch) from error
         if optimizer.num_skipped > skipped_before:
-            problem, cause = self._explain(optimizer.non_finite_unit, loss, step, batch)
+            problem, cause = self._explain_and_save(optimizer.non_finite_unit, loss, step, batch)
             self._reporter.print(f"step {step}: skipped, because {problem}. {cause} Its rows: {shown_places(batch)}")
 
     def _rejection(self, error: NonFiniteError, optimizer: Any, loss: float, step: int, batch: Batch) -> NonFiniteError:
         """Return the error of a step that the optimizer has rejected with ``error``."""
-        problem, cause = self._explain(optimizer.non_finite_unit, loss, step, batch)
-        if (
-            optimizer.partial_update
-        ):  # weights were changed already, so the message must not promise those of the step before
+        problem, cause = self._explain_and_save(optimizer.non_finite_unit, loss, step, batch)
+        # If weights were changed already, the message must not promise the weights from before the step.
+        if optimizer.partial_update:
             return NonFiniteError(f"{error} {cause} Rows of this step: {shown_places(batch)}")
         if self._config.non_finite == "skip":  # too many steps in a row were skipped, so the optimizer raised
             limit = self._config.max_consecutive_skips
             problem += f", and {limit} steps before it were skipped (max_consecutive_skips)"
         return NonFiniteError(self._message(problem, cause, step, batch))
 
-    def _explain(self, unit: str | None, loss: float, step: int, batch: Batch) -> tuple[str, str]:
-        """Search for the rows that cause a problem, and save the batch. Return what is not finite, and sentences about rows and file.
+    def _explain_and_save(self, grad_unit: str | None, loss: float, step: int, batch: Batch) -> tuple[str, str]:
+        """Search for the rows that cause a problem, and save the batch. Return the problem, and sentences about the rows and the file.
 
-        All ranks call this, because all have the sums of the losses and of the squares of gradients.
+        All ranks call this, because the sums of losses and of squared gradients that are checked are the same on all of them.
 
-        ``unit``: the unit whose gradient is not finite. If the loss is not finite, this is ignored, and the first unit is searched whose
-        output is not.
+        ``grad_unit``: the unit whose gradient is not finite; ignored if the loss is not finite, because the first unit with such an
+        output is searched then.
         """
-        bad = self._search(batch, with_gradient=math.isfinite(loss))
+        bad = self._search_rows(batch, with_gradient=math.isfinite(loss))
         if math.isfinite(loss):
-            problem = f"the gradient of {unit} is not finite"
+            unit, problem = grad_unit, f"the gradient of {grad_unit} is not finite"
         else:
             unit = None if bad is None or bad.unit is None else str(bad.unit)
             problem = f"the loss is {loss}" + (f", and {unit} is the first unit not to be finite" if unit else "")
         sentences = [] if bad is None else [bad.describe(batch.places)]
-        own = _describe_all(batch, [] if bad is None else bad.rows, self._tokenizer, _MOST_TOKENS // self._ranks.size)
-        everyone = self._ranks.exchange("the rows of a step that is not finite", [math.isfinite(self._own_loss), own])
-        guilty = [str(rank) for rank, (is_finite, _) in enumerate(everyone) if not is_finite]
-        if self._ranks.size > 1 and guilty:
+        culprits: Sequence[int] = [] if bad is None else bad.rows
+        own_rows = _rows_as_json(batch, culprits, self._tokenizer, _MOST_TOKENS // self._ranks.size)
+        of_this_rank = [math.isfinite(self._own_loss), own_rows]
+        of_ranks = self._ranks.exchange("the rows of a step that is not finite", of_this_rank)
+        ranks_at_fault = [str(rank) for rank, (is_finite, _) in enumerate(of_ranks) if not is_finite]
+        if self._ranks.size > 1 and ranks_at_fault:
             sentences.append(
-                f"It comes from the rows of {'rank' if len(guilty) == 1 else 'ranks'} {', '.join(guilty)}."
+                f"It comes from the rows of {'rank' if len(ranks_at_fault) == 1 else 'ranks'} {', '.join(ranks_at_fault)}."
             )
-        # The rows of guilty ranks come first.
-        rows = [row for _, of_rank in sorted(everyone, key=lambda each: bool(each[0])) for row in of_rank]
+        # The rows of the ranks at fault come first.
+        rows = [row for _, of_rank in sorted(of_ranks, key=lambda each: bool(each[0])) for row in of_rank]
         try:
             if self._ranks.is_first:
                 folder = self._run_dir.path / "bad-batches"
@@ -104,7 +104,7 @@ class NonFinite:
             sentences.append(f"The batch could not be saved ({error.strerror}).")
         return problem, " ".join(filter(None, sentences))
 
-    def _search(self, batch: Batch, with_gradient: bool) -> BadRows | None:
+    def _search_rows(self, batch: Batch, with_gradient: bool) -> BadRows | None:
         """Return the rows whose loss or gradient is not finite; None if they are unknown."""
         self._num_searches += 1
         if self._num_searches > _MOST_SEARCHES or self._ranks.size > 1:
@@ -115,7 +115,7 @@ class NonFinite:
             return None
 
     def _message(self, problem: str, cause: str, step: int, batch: Batch) -> str:
-        """Return what has failed, what is kept, and the remedy, as the message of an error."""
+        """Return the message of an error: the problem and its cause, the weights and files that are kept, and the remedy."""
         weights = f"those after step {step - 1}" if step > 1 else "those that were loaded"
         remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
         return (
@@ -165,26 +165,26 @@ def _save_batch(
     return path
 
 
-def _describe_all(batch: Batch, culprits: Sequence[int], tokenizer: Any, room: int) -> list[dict[str, Any]]:
-    """Return the rows of a batch as JSON, culprits first. Rows beyond ``room`` tokens are left out, and the row at the limit is cut."""
+def _rows_as_json(batch: Batch, culprits: Sequence[int], tokenizer: Any, tokens_left: int) -> list[dict[str, Any]]:
+    """Return the rows of a batch as JSON, culprits first. After ``tokens_left`` tokens, a row is cut and the others are left out."""
     rows: list[dict[str, Any]] = []
     for row in [*culprits, *(row for row in range(len(batch.places)) if row not in culprits)]:
-        if room <= 0:
+        if tokens_left <= 0:
             break
-        described = _describe(batch, row, row in culprits, tokenizer, room)
+        described = _row_as_json(batch, row, row in culprits, tokenizer, tokens_left)
         rows.append(described)
-        room -= sum(len(sequence["input_ids"]) for sequence in described["sequences"])
+        tokens_left -= sum(len(sequence["input_ids"]) for sequence in described["sequences"])
     return rows
 
 
-def _describe(batch: Batch, row: int, is_culprit: bool, tokenizer: Any, room: int) -> dict[str, Any]:
-    """Return a row as JSON, with at most ``room`` tokens."""
+def _row_as_json(batch: Batch, row: int, is_culprit: bool, tokenizer: Any, tokens_left: int) -> dict[str, Any]:
+    """Return a row as JSON, with at most ``tokens_left`` tokens."""
     sequences = []
     for index in range(row, len(batch.input_ids), len(batch.places)):  # one, or a chosen and a rejected answer
         length = _length(batch, index)
-        ids = batch.input_ids[index, : min(length, room)].tolist()
+        ids = batch.input_ids[index, : min(length, tokens_left)].tolist()
         labels = batch.labels[index, : len(ids)].tolist()
-        room -= len(ids)
+        tokens_left -= len(ids)
         targets = [label for label in labels if label != IGNORE_INDEX]
         sequences.append(
             {

@@ -1,4 +1,4 @@
-"""The objectives of a run: its training loss, and those of its eval sets."""
+"""The objectives of a run: its training loss, and the losses of its eval sets."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -74,28 +74,29 @@ def _token_objective(config: RunConfig) -> Objective:
 
 def _dpo_objectives(
     config: DpoConfig, model: Any, data: RunData, reporter: Reporter, custom: Objective | None,
-    saved: Mapping[str, torch.Tensor] | None,
+    saved_reference: Mapping[str, torch.Tensor] | None,
 ) -> Objectives:  # fmt: skip
-    """Return the objectives of DPO, with the reference's log-probabilities of their rows: the saved ones, or computed ones if there are
-    none. The arguments are those of `make_objectives`.
+    """Return the objectives of DPO, with the reference's log-probabilities of their rows, which are computed unless they were saved. The
+    arguments are the same as in `make_objectives`.
     """
     from horizon_lm.runs.objective.dpo import Dpo
     from horizon_lm.runs.objective.reference import ReferenceCache, lookup
 
-    # New adapters change nothing yet; those of a folder are a part of the model that the run starts from.
-    cache = ReferenceCache(model, reporter.print, config.adapter_name_or_path is not None) if saved is None else None
+    # New adapters change nothing yet, but adapters from a folder are a part of the model that the run starts from.
+    with_adapters = config.adapter_name_or_path is not None
+    cache = ReferenceCache(model, reporter.print, with_adapters) if saved_reference is None else None
     reference: dict[str, torch.Tensor] = {}  # of all rows, for the checkpoints
 
     def objective_of(name: str, rows: TokenTable, batch_size: int) -> Objective:
         """Return the loss of these rows, and add their log-probabilities to ``reference``."""
         if cache is None:
-            assert saved is not None
-            found = _saved_reference(saved, name, rows)
+            assert saved_reference is not None
+            logprobs = _saved_reference(saved_reference, name, rows)
         else:
             with reporter.progress(f"reference of {name}") as advance:
-                found = cache.logprobs(rows, batch_size, advance)
-        reference[rows.content_hash] = torch.from_numpy(found)
-        return Dpo(config, lookup(found))
+                logprobs = cache.logprobs(rows, batch_size, advance)
+        reference[rows.content_hash] = torch.from_numpy(logprobs)
+        return Dpo(config, lookup(logprobs))
 
     if cache is not None and cache.problem:
         reporter.print(f"reference: {cache.problem}, so the next run will compute it again")
@@ -105,10 +106,10 @@ def _dpo_objectives(
     return Objectives(training, eval_sets, reference)
 
 
-def _saved_reference(saved: Mapping[str, torch.Tensor], name: str, rows: TokenTable) -> np.ndarray:
-    """Return the reference of some rows from a checkpoint, whose weights are not those of the reference any more."""
-    if rows.content_hash not in saved:
+def _saved_reference(saved_reference: Mapping[str, torch.Tensor], name: str, rows: TokenTable) -> np.ndarray:
+    """Return the reference's log-probabilities of some rows, which a resumed run cannot compute again: its weights were trained."""
+    if rows.content_hash not in saved_reference:
         raise ConfigError(
             f"the rows of {name} are not in the checkpoint, so it has no reference for them; resume with the same rows"
         )
-    return saved[rows.content_hash].numpy()
+    return saved_reference[rows.content_hash].numpy()

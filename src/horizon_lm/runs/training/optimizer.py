@@ -34,15 +34,15 @@ def _build_scheduler(optimizer: Any, config: RunConfig, num_steps: int) -> Any:
         from transformers import get_scheduler
 
     num_warmup_steps = num_steps_of(config.warmup_steps, num_steps)
-    with _calling_schedule(config):
+    with _rejecting_arguments(config):
         return get_scheduler(
             config.lr_scheduler_type, optimizer, num_warmup_steps, num_steps, config.lr_scheduler_kwargs
         )
 
 
 @contextmanager
-def _calling_schedule(config: RunConfig) -> Iterator[None]:
-    """Context manager: raise ConfigError for what the code of a schedule raises about its arguments."""
+def _rejecting_arguments(config: RunConfig) -> Iterator[None]:
+    """Context manager: turn an error that a schedule's code raises about its arguments into ConfigError."""
     try:
         yield
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -52,7 +52,7 @@ def _calling_schedule(config: RunConfig) -> Iterator[None]:
 
 
 class SchedulePosition:
-    """The position of a schedule, as a part of a run's state. The rates that it leads to are those of the run's settings."""
+    """The position of a schedule, as a part of a run's state. The rates there follow from the run's settings."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -62,7 +62,7 @@ class SchedulePosition:
         return dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position that ``state`` has."""
+        """Go to the position in ``state``, with the learning rates that this run's settings give there."""
         scheduler = self._scheduler
         shares = [share_at(state["last_epoch"]) for share_at in scheduler.lr_lambdas]
         rates = [rate * share for rate, share in zip(scheduler.base_lrs, shares, strict=True)]
@@ -71,7 +71,7 @@ class SchedulePosition:
             group["lr"] = rate
 
 
-_RATES = 100  # of a schedule that are computed
+_CHECKED_STEPS = 100  # of a run, at most, whose learning rates are computed before it
 _SMALLEST_PEAK = 0.001  # the least share of the learning rate that the warm-up of a run has to reach
 
 
@@ -84,11 +84,11 @@ def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
             f"warmup_steps: {num_warmup_steps:,}: the learning rate would not reach {_SMALLEST_PEAK:.1%} of its peak in the "
             f"{counted(num_steps, 'step')} of the run; set a fraction, such as 0.03"
         )
-    given = config.lr_scheduler_kwargs or {}
+    arguments = config.lr_scheduler_kwargs or {}
     for name in ("num_cycles", "num_decay_steps"):
-        if isinstance(given.get(name), int | float) and given[name] > num_steps:
+        if isinstance(arguments.get(name), int | float) and arguments[name] > num_steps:
             raise ConfigError(
-                f"lr_scheduler_kwargs: {name}: {given[name]:g}: is more than the {counted(num_steps, 'step')} of the run; set a smaller number"
+                f"lr_scheduler_kwargs: {name}: {arguments[name]:g}: is more than the {counted(num_steps, 'step')} of the run; set a smaller number"
             )
     for step, share in _shares_of_peak(config, num_steps):
         if not (isinstance(share, int | float) and 0 <= share <= 1 + 1e-9):
@@ -98,11 +98,11 @@ def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
 
 
 def _shares_of_peak(config: RunConfig, num_steps: int) -> Iterator[tuple[int, Any]]:
-    """Yield about `_RATES` steps of a run, counted from 0, with the share of the learning rate that the schedule gives them."""
+    """Yield at most `_CHECKED_STEPS` steps of a run, counted from 0, each with its share of the peak of the learning rate."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=config.learning_rate)  # a stand-in
     scheduler = _build_scheduler(optimizer, config, num_steps)
-    for step in range(0, num_steps, -(-num_steps // _RATES)):
-        with _calling_schedule(config):
+    for step in range(0, num_steps, -(-num_steps // _CHECKED_STEPS)):
+        with _rejecting_arguments(config):
             share = scheduler.lr_lambdas[0](step)
         yield step, share
 
@@ -110,7 +110,7 @@ def _shares_of_peak(config: RunConfig, num_steps: int) -> Iterator[tuple[int, An
 def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameter groups by transformers' rule: no weight decay for biases and norms.
 
-    They are the same without weight decay, so that a run may be resumed with another one.
+    The groups are the same if the weight decay is 0, so that a run may be resumed with another value.
     """
     from transformers.trainer_pt_utils import get_parameter_names
 

@@ -50,17 +50,17 @@ def _reject_foreign_files(folder: Path) -> None:
 
 
 def _reject_inputs(config: RunConfig, folder: Path) -> None:
-    """Raise ConfigError if a folder is that of the model or of rows: a later run would read this one's files as its own."""
-    own = folder.resolve()
+    """Raise ConfigError if the model or rows are in a run's folder: a later run would read the files of this one as its inputs."""
+    run_folder = folder.resolve()
     for each in (*(config.datasets or ()), *(config.eval_datasets or ())):
         if not exists(each.path):
             continue
         rows = Path(each.path).expanduser().resolve()
-        is_of_rows = own == rows.parent if rows.is_file() else own.is_relative_to(rows)
-        if is_of_rows:
+        has_rows = run_folder == rows.parent if rows.is_file() else run_folder.is_relative_to(rows)
+        if has_rows:
             raise ConfigError(f"output_dir: {folder} is a folder of the rows in {each.path}; choose another folder")
     for name in (config.model_name_or_path, config.adapter_name_or_path):
-        if name is not None and exists(name) and own == Path(name).expanduser().resolve():
+        if name is not None and exists(name) and run_folder == Path(name).expanduser().resolve():
             raise ConfigError(f"output_dir: {folder} is the folder of the model to start from; choose another folder")
 
 

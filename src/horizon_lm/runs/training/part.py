@@ -1,4 +1,4 @@
-"""A part of a run: what is done besides training, at the moments of the loop."""
+"""A part of a run: its work besides training, at the moments of the loop."""
 
 from contextlib import AbstractContextManager, nullcontext
 

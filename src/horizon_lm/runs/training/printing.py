@@ -1,4 +1,4 @@
-"""Print lines so that no failure of it ends a run: a closed pipe, a full disk, a terminal that only has ASCII."""
+"""Print lines so that no failure of printing ends a run: a closed pipe, a full disk, a terminal that only has ASCII."""
 
 import os
 import sys
@@ -44,7 +44,7 @@ def print_to_stdout(text: str) -> None:
 
 
 def drop_stdout() -> None:
-    """Lose what is printed from now on, and what could not be written before."""
+    """Point standard output to nothing. Text that is printed from now on, or still buffered, is lost without an error."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -86,6 +86,7 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Report the end of this rank to the others, and leave them. Raise InterruptedRunError if one of them is lost."""
         reason_of_loss: str | None = None
         if self._monitor is not None:
             is_lost = isinstance(error, RankLostError)
@@ -103,8 +104,8 @@ class Ranks:
                 f"{reason_of_loss}. Start the run again to go on from its last checkpoint"
             ) from error
 
-    def train_in_step(self) -> None:
-        """Let the monitor report a rank that stays behind: from now on all ranks do the same at the same time."""
+    def watch_progress(self) -> None:
+        """Let the monitor report a rank that stays behind, once all ranks do the same at the same time."""
         if self._monitor is not None:
             self._monitor.watches_progress = True
 
@@ -136,7 +137,7 @@ class Ranks:
         if folder is None:
             return None, lines
         verify_copies(self.mesh, Path(folder), is_verified=True)
-        return point or open_point(Path(folder), verifies=False), lines
+        return point or open_point(Path(folder), verifies=False), lines  # other ranks than the first open it here
 
     @contextmanager
     def first_of_each_machine_first(self) -> Iterator[None]:
@@ -179,7 +180,7 @@ class Ranks:
             raise OSError(text)
 
     def agree(self, place: str, value: str) -> str:
-        """Return the first text of the ranks that is not empty."""
+        """Return the first text of the ranks that is not empty; an empty one if all are."""
         return next((each for each in self.exchange(place, value) if each), "")
 
     def agree_on_control(self, own: Control) -> Control:
@@ -194,24 +195,24 @@ class Ranks:
         """Return this rank's batch of a step, with the number of targets and the origins of the rows of the whole step."""
         if self.size == 1:
             return batch
-        own = [0 if batch.is_stand_in else batch.num_trained, batch.places]
-        everyone = self.mesh.exchange("the rows of a step", own)
+        of_this_rank = [0 if batch.is_stand_in else batch.num_trained, batch.places]
+        everyone = self.mesh.exchange("the rows of a step", of_this_rank)
         places = tuple(place for _, of_rank in everyone for place in of_rank)
         return replace(batch, num_trained_of_step=sum(number for number, _ in everyone), places_of_step=places)
 
     def require_same_rows(self, hashes: Mapping[str, tuple[int, str]]) -> None:
-        """Raise ConfigError on all ranks if they have read other rows.
+        """Raise ConfigError on all ranks if one of them has read other rows than the first.
 
         Args:
-            hashes: the number of rows of each part of the data, and a hash of them.
+            hashes: the number of rows and their hash, by the name of each part of the data.
         """
         everyone = self.exchange("the rows", hashes)
         of_first = everyone[0]
         for rank, of_rank in enumerate(everyone):
             for name, (count, _hash) in of_first.items():
                 if of_rank.get(name) != of_first[name]:
-                    found, _hash = of_rank.get(name, (0, ""))
-                    differ = f"{found:,} and {count:,}" if found != count else f"{count:,} each, with other tokens"
+                    other, _hash = of_rank.get(name, (0, ""))
+                    differ = f"{other:,} and {count:,}" if other != count else f"{count:,} each, with other tokens"
                     raise ConfigError(
                         f"{name}: rank {rank} has read other rows than rank 0 ({differ}); all processes must read the same files, with the "
                         "same tokenizer"
@@ -220,6 +221,7 @@ class Ranks:
     def total(self, own: StepResult) -> StepResult:
         """Return the result of a step on all ranks: the mean of their losses, and the sums of everything else."""
         received = self.mesh.exchange("the result of a step", astuple(own))
+        # `astuple` turns the energy, which is the last field, into a tuple, too.
         everyone = [replace(StepResult(*fields), energy=Energy(*joules)) for *fields, joules in received]
         return StepResult(
             value=sum(each.value / len(everyone) for each in everyone), weight=sum(each.weight for each in everyone),
@@ -239,7 +241,7 @@ def _sum_micro_batches(ranks: Sequence[Sequence[tuple[float, int]]]) -> list[tup
 def _join(config: RunConfig, world: int) -> ProcessMesh:
     """Return the mesh of a run. Raise ConfigError if it is not supported, or processes have other settings."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    # Ranks may wait for hours, while the first one reads rows. If one is gone, the monitor ends those that wait for it.
+    # Ranks may wait for hours, while the first one reads rows. If a rank is gone, the monitor ends the ranks that wait for it.
     mesh = ProcessMesh(*mesh_shape(config, world, local), timeout=_LONGEST_WAIT, device=device_of(config.device))
     _require_same_settings(mesh, config)
     reject_unsupported(config, world)

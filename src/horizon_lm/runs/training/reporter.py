@@ -27,7 +27,7 @@ class Reporter:
 
     def __init__(self, print_fn: Callable[[str], None] | None = None) -> None:
         self._bar: Any = None
-        self._task: Any = None  # that of the bar for the steps, from `begin` on
+        self._task: Any = None  # the bar's task for the steps, from `begin` on
         self._given_print_fn = print_fn
         self._print: Printer | None = None
         self._file: LineFile | None = None
@@ -113,7 +113,7 @@ class Reporter:
             seconds: the expected duration of the step.
         """
         if max(seconds, time.monotonic() - self._last_printed_at) > _SILENT_SECONDS:
-            self.print(self._line(step, text))
+            self.print(self._step_line(step, text))
 
     def _show(self, step: int, text: str, **fields: Any) -> None:
         """Update fields of the progress bar. Without a bar, print ``text`` as a line if nothing was printed for half a minute."""
@@ -121,9 +121,9 @@ class Reporter:
             with self.attempt("the progress bar"):
                 self._bar.update(self._task, **fields)
         elif self._bar is None and time.monotonic() - self._last_printed_at > _SILENT_SECONDS:
-            self.print(self._line(step, text))
+            self.print(self._step_line(step, text))
 
-    def _line(self, step: int, text: str) -> str:
+    def _step_line(self, step: int, text: str) -> str:
         return f"step {step}/{self._num_steps}  {text}"
 
     def write(self, line: dict[str, Any]) -> None:
@@ -149,24 +149,24 @@ class Reporter:
 
         Where there is no bar, lines are printed now and then. If any were, the last one says that all work is done.
         """
-        task, last_print = None, time.perf_counter()
-        last_line: tuple[int, int] | None = None  # done and total
+        task, printed_at = None, time.perf_counter()
+        printed: tuple[int, int] | None = None  # done and total in the last line
 
         def advance(done: int, total: int) -> None:
-            nonlocal task, last_print, last_line
+            nonlocal task, printed_at, printed
             if self._bar is not None:
                 with self.attempt("the progress bar"):
                     if task is None:
                         task = self._bar.add_task(label, total=total, loss="", phase="")
                         self._bar.start()
                     self._bar.update(task, completed=done)
-            elif time.perf_counter() - last_print > _PROGRESS_SECONDS:
-                last_print, last_line = time.perf_counter(), (done, total)
+            elif time.perf_counter() - printed_at > _PROGRESS_SECONDS:
+                printed_at, printed = time.perf_counter(), (done, total)
                 self.print(f"{label}: {done:,} of {total:,}")
 
         yield advance
-        if last_line is not None and last_line[0] < last_line[1]:
-            self.print(f"{label}: {last_line[1]:,} of {last_line[1]:,}")
+        if printed is not None and printed[0] < printed[1]:
+            self.print(f"{label}: {printed[1]:,} of {printed[1]:,}")
         if task is not None:
             with self.attempt("the progress bar"):
                 self._bar.remove_task(task)

@@ -1,4 +1,4 @@
-"""Find what a run may go on from, by its settings and the names of files. Nothing here needs torch."""
+"""Find the checkpoints that a run may go on from, by its settings and the names of files. Nothing here needs torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ def names_checkpoint(config: RunConfig) -> bool:
 
 
 def begins_anew(config: RunConfig) -> bool:
-    """Return whether a run begins anew whatever checkpoints there are: in the folder of a finished run, or one to be overwritten, say."""
+    """Return whether a run ignores all checkpoints: if it shall, or by default in the folder of a finished run or one to be overwritten."""
     if config.resume_from_checkpoint != "auto":
         return config.resume_from_checkpoint is False
     return config.overwrite_output_dir or (output_folder(config) / "model").exists()
@@ -31,22 +31,22 @@ def checkpoints_to_resume(config: RunConfig) -> list[Path]:
 
 
 def remedy_of_changes(config: RunConfig, of_state: Sequence[str] = ()) -> str:
-    """Return what to do about settings that differ from those of a checkpoint.
+    """Return the remedy for settings that differ from a checkpoint's.
 
     Args:
         config: the settings of the run.
-        of_state: those of them with which the state of the checkpoint cannot be loaded.
+        of_state: the changed settings with which the checkpoint's state cannot be loaded.
     """
     if of_state:
         return (
-            f"restore {', '.join(of_state)}, without which the checkpoint's state cannot be loaded{_elsewhere(config)}, "
+            f"restore {', '.join(of_state)}, without which the checkpoint's state cannot be loaded{_remedy_elsewhere(config)}, "
             "or start from its export (horizon-lm export)"
         )
-    return f"restore them{_elsewhere(config)}, or set resume_with_changes: true to go on with the changes"
+    return f"restore them{_remedy_elsewhere(config)}, or set resume_with_changes: true to go on with the changes"
 
 
-def _elsewhere(config: RunConfig) -> str:
-    """Return the remedy of a run that would begin anew in another folder: one that demands no checkpoint."""
+def _remedy_elsewhere(config: RunConfig) -> str:
+    """Return the remedy that only a run without a demanded checkpoint has: in another folder, it begins anew."""
     return ", choose another output_dir" if config.resume_from_checkpoint == "auto" else ""
 
 
@@ -59,5 +59,5 @@ def require_same_training(config: RunConfig, folder: Path, saved_adapters: bool)
         )
     else:
         restore, start = "remove use_peft and the lora settings", "as model_name_or_path (horizon-lm export)"
-    remedy = f". Remedy: {restore}{_elsewhere(config)}, or start from its export {start}"
+    remedy = f". Remedy: {restore}{_remedy_elsewhere(config)}, or start from its export {start}"
     require_same_kind(folder, saved_adapters, config.use_peft, remedy)

@@ -46,19 +46,19 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
         return None, []
     output = output_folder(config)
     require_checkpoint(config.resume_from_checkpoint, output)
-    found = checkpoints_to_resume(config)
+    checkpoints = checkpoints_to_resume(config)
     if names_checkpoint(config):
-        point = open_point(found[0])
+        point = open_point(checkpoints[0])
         return point, [_resume_line(point)]
-    if found:
+    if checkpoints:
         RunLock(output).require_free()  # or checkpoints that are being deleted would look damaged
-        return _newest_undamaged(found)
+        return _newest_undamaged(checkpoints)
     was_interrupted = (output / "metrics.jsonl").exists()
     return None, [f"resume: {output} has no checkpoint, so the run begins anew"] if was_interrupted else []
 
 
 def _newest_undamaged(checkpoints: Sequence[Path]) -> tuple[ResumePoint, list[str]]:
-    """Return the last of these checkpoints that is not damaged, and lines about it and those that are. Raise ConfigError if all are."""
+    """Return the last undamaged one of these checkpoints, and lines about it and the damaged ones. Raise ConfigError if all are damaged."""
     problems: list[str] = []
     for folder in reversed(checkpoints):
         try:
@@ -76,7 +76,7 @@ def _resume_line(point: ResumePoint) -> str:
 
 
 def rows_of_all_ranks(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
-    """Return the number of rows in a step of all ranks: that of the checkpoint, whatever the number of ranks is now, unless the settings
+    """Return the number of rows in a step of all ranks: the checkpoint's, whatever the number of ranks is now, unless the settings
     of the batch have changed.
     """
     by_settings = config.rows_per_step * num_ranks
@@ -92,7 +92,7 @@ def _saved_rows_of_rank(point: ResumePoint, config: RunConfig) -> int:
 
 
 def open_point(folder: Path, verifies: bool = True) -> ResumePoint:
-    """Open a checkpoint of a run; ``verifies``: read all its files. Raise ConfigError if it is damaged, or not one of a run."""
+    """Open a checkpoint of a run; ``verifies``: read all its files. Raise ConfigError if it is damaged, or was not written by a run."""
     manifest = read_manifest(folder)
     if verifies:
         verify(folder, manifest)
@@ -126,7 +126,7 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
         settled = _saved_settings(point, "settled", config)
         fatal = [_change(name, before, now) for name in changed if name not in may_change]
-        # The state of the checkpoint fits what its plan chose, so a setting may also be set to that, or left to the plan.
+        # The state of the checkpoint fits the choices of its plan, so a setting may also have that value, or be left to the plan.
         of_state = [
             name
             for name in changed
@@ -202,7 +202,7 @@ def length_warnings(point: ResumePoint, num_steps: int) -> list[str]:
 
 
 def day_of_run(point: ResumePoint | None) -> str:
-    """Return the date that chat templates print in a run: that on which it has begun."""
+    """Return the date that chat templates print in a run: the day on which it has begun."""
     if point is None:
         return today()
     with reading(point):
@@ -210,7 +210,7 @@ def day_of_run(point: ResumePoint | None) -> str:
 
 
 def data_position(data: RunData, step: int, day: str) -> dict[str, Any]:
-    """Return what identifies the rows of a run and their order, after a number of steps, and the date of the run."""
+    """Return plain data that identifies the rows of a run, their order after a number of steps, and the date of the run."""
     rows, sampler = data.training.packed, data.loader.sampler
     epoch, step_of_epoch = divmod(step, sampler.steps_per_epoch)
     return {
@@ -223,14 +223,14 @@ def data_position(data: RunData, step: int, day: str) -> dict[str, Any]:
 def require_same_rows(point: ResumePoint, position: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Return warnings about rows that have changed. Raise ConfigError unless changes are allowed."""
     with reading(point):
-        given = point.state["data"]
-        if given["rows"] == position["rows"] and given["order"] == position["order"]:
+        saved = point.state["data"]
+        if saved["rows"] == position["rows"] and saved["order"] == position["order"]:
             return []
-        if given["rows"] != position["rows"]:
-            change = f"the training rows ({_changes_of_rows(given, position)})"
+        if saved["rows"] != position["rows"]:
+            change = f"the training rows ({_changes_of_rows(saved, position)})"
         else:
-            names = [name for name in ("weights", "seed", "epoch") if given.get(name) != position[name]]
-            changes = ", ".join(_change(name, given, position) for name in names)
+            names = [name for name in ("weights", "seed", "epoch") if saved.get(name) != position[name]]
+            changes = ", ".join(_change(name, saved, position) for name in names)
             change = f"the order of the rows{f' ({changes})' if changes else ''}"
         return _reject_or_warn(point, [change], config)
 
@@ -239,21 +239,19 @@ _COUNTS = {"num_rows": "rows", "num_tokens": "tokens", "num_targets": "tokens to
 
 
 def _changes_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe how the rows differ from those before: by counts, or else by tokens alone; and by the tokenizer, the chat template or the
-    packages, if these have changed. Both arguments are results of `data_position`.
+    """Describe how the rows have changed: in their counts, or else in tokens alone; and in the tokenizer, the chat template or the
+    packages, if these are other ones. Both arguments are results of `data_position`.
     """
     counts = [
         f"{before[name]:,} -> {now[name]:,} {unit}"
         for name, unit in _COUNTS.items()
         if name in before and before[name] != now[name]
     ]
-    was, is_now = before.get("origin", {}), now["origin"]
-    others = [
-        f"another {name}" for name in ("tokenizer", "chat template") if was.get(name, is_now[name]) != is_now[name]
-    ]
-    packages = was.get("packages", is_now["packages"])
-    if packages != is_now["packages"]:
-        others.append(f"{packages} -> {is_now['packages']}")
+    old, new = before.get("origin", {}), now["origin"]
+    others = [f"another {name}" for name in ("tokenizer", "chat template") if old.get(name, new[name]) != new[name]]
+    packages = old.get("packages", new["packages"])
+    if packages != new["packages"]:
+        others.append(f"{packages} -> {new['packages']}")
     return ", ".join([*(counts or [f"other tokens in {now['num_rows']:,} rows"]), *others])
 
 
@@ -272,26 +270,26 @@ def _without(content: Any, names: set[str]) -> Any:
 
 def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Return warnings about a changed config.json. Raise ConfigError unless changes are allowed."""
-    given = point.state["model_config"]
-    names = sorted(name for name in {**given, **model_config} if given.get(name) != model_config.get(name))
+    saved = point.state["model_config"]
+    names = sorted(name for name in {**saved, **model_config} if saved.get(name) != model_config.get(name))
     return _reject_or_warn(point, [f"config.json: {name}" for name in names], config)
 
 
 def starting_weights(point: ResumePoint | None, folder: Path, config: RunConfig) -> tuple[str, list[str]]:
-    """Return what identifies the weights that a run has started from, and warnings about other weights in the folder of its model.
+    """Return the hash of the weights that a run has started from, and warnings about other weights in the folder of its model.
 
     Raises:
         ConfigError: the folder has other weights, and changes are not allowed.
     """
-    found = sample_weights(folder, config.gguf_file)
+    present = sample_weights(folder, config.gguf_file)
     if point is None:
-        return found, []
+        return present, []
     with reading(point):
-        before = point.state.get("weights", found)  # missing in a checkpoint of an earlier version
-        if before == found:
-            return found, []
-        was, name = point.state["config"]["model_name_or_path"], config.model_name_or_path
-        named = f"{was} -> {name}" if was != name else name
+        before = point.state.get("weights", present)  # missing in a checkpoint of an earlier version
+        if before == present:
+            return present, []
+        name_before, name = point.state["config"]["model_name_or_path"], config.model_name_or_path
+        named = f"{name_before} -> {name}" if name_before != name else name
         change = f"the weights of the model ({named}; a resumed run goes on with those of its checkpoint)"
         return before, _reject_or_warn(point, [change], config)
 

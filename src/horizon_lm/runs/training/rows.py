@@ -99,7 +99,7 @@ def preprocess_config(config: RunConfig, day: str | None = None) -> PreprocessCo
 
 
 def _eval_preprocess_config(config: RunConfig, preprocess: PreprocessConfig) -> PreprocessConfig:
-    """Return the settings of `preprocess_config` for eval sets, whose packing may be set separately."""
+    """Return the settings for eval sets: those of the training rows, but packed by ``eval_packing`` if that is set."""
     if not isinstance(config, TextConfig) or config.eval_packing is None:
         return preprocess
     return replace(preprocess, packing=config.packing_strategy if config.eval_packing else None)
@@ -125,8 +125,8 @@ def load_data(
     Args:
         config: settings of the run.
         tokenizer: the model's tokenizer.
-        positions: those of the model; None if they are not limited.
-        rows_per_step: rows of a step of all ranks; None for those of one rank.
+        positions: the positions of the model; None if they are not limited.
+        rows_per_step: rows of a step of all ranks; None for the rows of one rank.
         rank, num_ranks: the rank that gets its part of each step, and the number of ranks.
         day: the date that chat templates print; None for today's.
 
@@ -138,44 +138,44 @@ def load_data(
     preprocess = preprocess_config(config, day)
     eval_preprocess = _eval_preprocess_config(config, preprocess)
 
-    def prepared(name: str, findings: Sequence[Finding], rows: TokenTable, options: PreprocessConfig) -> PreparedData:
-        """Return the rows before and after packing. Add to their findings what packing has cut, and rows that are too long for the model."""
-        packed, lost = pack_rows(rows, options)
-        findings = [*([cut_before_answer(lost)] if lost.count else []), *findings]
+    def pack_part(name: str, findings: Sequence[Finding], rows: TokenTable, options: PreprocessConfig) -> PreparedData:
+        """Return the rows before and after packing, with all findings: the given ones, answers that packing cuts, and too long rows."""
+        packed, cut = pack_rows(rows, options)
+        findings = [*([cut_before_answer(cut)] if cut.count else []), *findings]
         if not len(packed):
             raise no_row_left(name, findings)
         return PreparedData(name, [*check_lengths(packed, positions), *findings], rows, packed)
 
     report = prepare(config.datasets or (), tokenizer, preprocess)
-    rows, parts, eval_length = report.rows, list[PreparedData](), row_length_limit(eval_preprocess)
+    rows, eval_parts, eval_row_limit = report.rows, list[PreparedData](), row_length_limit(eval_preprocess)
     found_in_training = check_rows(report, tokenizer)
     if config.test_split_size is not None and len(rows):
         eval_rows, rows = _split(report, config.test_split_size, _data_seed(config))
         found_in_eval: list[Finding] = []
-        # If training or eval sets alone pack whole rows, the held-out rows are tokenized again, cut as those of eval sets.
-        if eval_length != row_length_limit(preprocess):
-            chosen = [part.indices for part in eval_rows.parts]
-            eval_report = prepare(config.datasets or (), tokenizer, eval_preprocess, chosen)
+        # If training or eval sets alone pack whole rows, the held-out rows are tokenized again, and cut as rows of eval sets are.
+        if eval_row_limit != row_length_limit(preprocess):
+            held_out = [part.indices for part in eval_rows.parts]
+            eval_report = prepare(config.datasets or (), tokenizer, eval_preprocess, held_out)
             eval_rows, found_in_eval = eval_report.rows, check_rows(eval_report, tokenizer)
-        found_in_eval += check_overlap(eval_rows, rows, eval_length)
-        parts.append(prepared("held_out", found_in_eval, eval_rows, eval_preprocess))
-    training = prepared(TRAINING, found_in_training, rows, preprocess)
-    # The names of eval sets from files follow that of the held-out rows, if there are any.
-    for name, dataset in zip(config.eval_set_names[len(parts) :], config.eval_datasets or (), strict=True):
+        found_in_eval += check_overlap(eval_rows, rows, eval_row_limit)
+        eval_parts.append(pack_part("held_out", found_in_eval, eval_rows, eval_preprocess))
+    training = pack_part(TRAINING, found_in_training, rows, preprocess)
+    # The name of the held-out rows, if there are any, comes before the names of eval sets from files.
+    for name, dataset in zip(config.eval_set_names[len(eval_parts) :], config.eval_datasets or (), strict=True):
         eval_report = prepare([dataset], tokenizer, eval_preprocess)
-        found_in_eval = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows, eval_length)]
-        parts.append(prepared(name, found_in_eval, eval_report.rows, eval_preprocess))
+        found_in_eval = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows, eval_row_limit)]
+        eval_parts.append(pack_part(name, found_in_eval, eval_report.rows, eval_preprocess))
     sampler = training_sampler(config, training.packed, rows_per_step)
     loader = Loader(training.packed, sampler, rank, num_ranks, config.rows_kept_together)
-    eval_sets = {each.name: each.packed for each in parts}
-    return RunData(report, training, loader, [training, *parts], eval_sets, origin(tokenizer, day))
+    eval_sets = {each.name: each.packed for each in eval_parts}
+    return RunData(report, training, loader, [training, *eval_parts], eval_sets, origin(tokenizer, day))
 
 
 def _split(report: Report, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
-    """Return the rows that are held out, drawn by ``seed``, and the others. A size below 1 is a share of all rows."""
+    """Return the rows that are held out, drawn by ``seed``, and the others. ``size``: the number held out or, below 1, their share."""
     rows = report.rows
-    number = int(size) if size >= 1 else math.ceil(size * len(rows))
-    if number >= len(rows):
+    num_held_out = int(size) if size >= 1 else math.ceil(size * len(rows))
+    if num_held_out >= len(rows):
         causes = [str(each) for each in left_out(report) if each.rows.count]
         if not causes:
             problem, remedy = f"the dataset has only {counted(len(rows), 'row')}", "set a smaller number"
@@ -184,7 +184,7 @@ def _split(report: Report, size: float, seed: int) -> tuple[TokenTable, TokenTab
             problem, remedy = "; ".join([used, *causes]), "or set a smaller number"
         raise ConfigError(f"test_split_size is {size:g}, but {problem}; {remedy}")
     held_out = np.zeros(len(rows), dtype=bool)
-    held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:number]] = True
+    held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:num_held_out]] = True
     return rows.split(held_out)
 
 
@@ -203,7 +203,7 @@ def training_sampler(config: RunConfig, rows: TokenTable, rows_per_step: int | N
 
 
 def estimate_sampler(config: RunConfig, num_ranks: int = 1) -> Sampler | None:
-    """Return a sampler with about as many rows as the run's, made from the sizes of the datasets alone, so its order is another one.
+    """Return a sampler with about as many rows as the run's, made from the sizes of the datasets alone: its order is another one.
     Return None without datasets, or if packing will change the number of rows.
     """
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):

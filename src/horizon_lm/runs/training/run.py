@@ -77,7 +77,7 @@ class Run:
     weights: str
 
     def identity(self, model: Any, step: int) -> dict[str, Any]:
-        """Return what a checkpoint is compared with when the run is resumed after a step, as plain data."""
+        """Return plain data for the checkpoint of a step, with which a resumed run is compared."""
         sampler = self.data.loader.sampler
         return {
             "step": step, "rows_per_step": sampler.rows_per_step, "num_steps": self.intervals.num_steps,
@@ -89,7 +89,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The model of a run and what trains it. ``state`` is that of all parts of the run."""
+    """The model of a run and the objects that train it. ``state``: the state of all parts of the run."""
 
     model: Any
     optimizer: Any

@@ -40,7 +40,7 @@ class RunCheckpoints:
         self._folder, self._print, self._disk = folder, print_fn, disk or Disk()
         self._model, self._write = model, partial(write, disk=self._disk)
         self._limit, self._rate_limit = config.save_total_limit, RateLimit(config.save_bandwidth)
-        self._replaced: list[Path] = []  # of a run that is overwritten; deleted once this one has a checkpoint
+        self._replaced: list[Path] = []  # checkpoints of an overwritten run; deleted once this one has its first
         self._kept = self._take_over(point, config.overwrite_output_dir)
         self._running: tuple[int, Saving] | None = None
         self._seconds: float | None = None  # that the last checkpoint took
@@ -58,14 +58,14 @@ class RunCheckpoints:
         return self._folder / f"checkpoint-{step}"
 
     def _take_over(self, point: ResumePoint | None, overwrites: bool) -> list[Path]:
-        """Return the folder's checkpoints up to ``point``, and rename all others. Other ranks than the first do nothing.
+        """Return the folder's checkpoints up to ``point``, rename all others, and delete unfinished ones; on the first rank only.
 
         A checkpoint of a later step, or of another run, would be taken for this run's when it is resumed.
         """
         if not self._ranks.is_first:
             return []
-        for part in self._folder.glob(".checkpoint-*.horizon-part"):  # of an interrupted run
-            self._disk.remove(part)
+        for unfinished in self._folder.glob(".checkpoint-*.horizon-part"):  # of an interrupted run
+            self._disk.remove(unfinished)
         last_step = -1  # of a checkpoint that belongs to this run
         if point is not None and point.folder.resolve().parent == self._folder.resolve():
             last_step = point.step
@@ -84,7 +84,7 @@ class RunCheckpoints:
         return aside
 
     def _best_of(self, point: ResumePoint) -> Path | None:
-        """Return the best checkpoint of a run that goes on; None if there is none yet, or not any more."""
+        """Return the best checkpoint of a run that goes on; None if there is none yet, or if it was removed."""
         with reading(point):
             step = point.state["best"]["step"]
         if not step:  # there was no evaluation yet
@@ -114,13 +114,13 @@ class RunCheckpoints:
 
         Args:
             step, state: as in `save`.
-            elsewhere: a folder of another disk; None if there is none, or ranks of other machines cannot see it.
+            elsewhere: a folder of another disk; None if there is none. With several ranks it is never used.
         """
         self.save(step, state)
         self.wait()
-        own = self.path(step)
-        # `save` raises nothing, but what it has written is in the list, which only the first rank has.
-        written = self._ranks.of_first("the checkpoint", str(own) if own in self._kept else None)
+        regular = self.path(step)
+        # `save` raises nothing, but adds a written checkpoint to the list, which only the first rank has.
+        written = self._ranks.of_first("the checkpoint", str(regular) if regular in self._kept else None)
         if written is not None:
             return Path(written)
         if elsewhere is None or self._ranks.size > 1:
@@ -177,17 +177,17 @@ class RunCheckpoints:
         return self._seconds
 
     def load(self, folder: Path, last: Path) -> None:
-        """Load the weights of a checkpoint. If that fails, load those of ``last``, the checkpoint of the present weights.
+        """Load the weights of a checkpoint. If that fails, load ``last``, the checkpoint of the present weights.
 
         Raises:
-            ConfigError: it is damaged, or became unreadable meanwhile.
-            StreamingError: so did the last one, and the weights in memory are of two models.
+            ConfigError: the checkpoint is damaged, or became unreadable meanwhile.
+            StreamingError: so did ``last``, and the weights in memory are of two models.
         """
         if not (problem := self._try_loading(folder)):
             return
-        if again := self._try_loading(last):
+        if problem_of_last := self._try_loading(last):
             raise StreamingError(
-                f"{problem}, and {again}, so the weights in memory are of two models, and none was exported. When they can be read "
+                f"{problem}, and {problem_of_last}, so the weights in memory are of two models, and none was exported. When they can be read "
                 f"again: horizon-lm export {folder} OUT, or {last}"
             )
         raise ConfigError(problem)
@@ -203,18 +203,16 @@ class RunCheckpoints:
         return self._ranks.agree("the weights of a checkpoint", problem)
 
     def _record_and_prune(self, folder: Path, is_best: bool) -> None:
-        """Record a new checkpoint, and delete those that it replaces: the oldest beyond the limit, and those of a run that is overwritten.
+        """Record a new checkpoint, and delete those that it replaces: the oldest beyond the limit, and all of an overwritten run.
 
-        This is called in the thread that has written the checkpoint.
-
-        The next `save` waits for this thread. Until then others read at most `last`, so the list of checkpoints is replaced and
-        never changed in place.
+        The thread that has written the checkpoint calls this, and the next `save` waits for it. Until then others read at most
+        `last`, so the list of checkpoints is replaced and never changed in place.
         """
         if is_best:
             self.best = folder
         self._kept = [*(path for path in self._kept if path != folder), folder]
-        others = [path for path in self._kept if path != self.best]
-        beyond_limit = others[: -self._limit] if self._limit else []
+        deletable = [path for path in self._kept if path != self.best]
+        beyond_limit = deletable[: -self._limit] if self._limit else []
         for oldest in beyond_limit:
             self._kept = [path for path in self._kept if path != oldest]
             self._delete(oldest)

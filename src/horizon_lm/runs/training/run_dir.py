@@ -43,7 +43,7 @@ class RunDir:
         settings: the text of ``config.yaml``.
         metrics, samples: ``metrics.jsonl`` and ``samples.jsonl``.
         model_dir: the folder of the trained model.
-        second: the folder for the model if its own cannot be written to; None if there is none.
+        second: the folder for the model if ``model_dir`` cannot be written to; None if there is none.
         is_exported: the trained model is there.
 
     Raises:
@@ -82,7 +82,7 @@ class RunDir:
         return [self.metrics, self.samples] if self.ranks.is_first else []
 
     def _require_usable(self) -> None:
-        """Raise ConfigError if the run cannot write into the folder, or may not."""
+        """Raise ConfigError if the run cannot write into the folder, or may not. An earlier run's model that lost its name gets it back."""
         config = self._config
         self._lock.require_free()
         self._held_a_run = holds_a_run(self.path)
@@ -171,7 +171,7 @@ class RunDir:
                 restore_folder(self._disk, target)
             self._disk.remove(scratch)
             self._disk.make_folder(scratch)
-        kept = None
+        moved_to = None
         try:
             with ranks.failing_with_first("the export"):
                 model.save_pretrained(scratch, dtype=getattr(torch, dtype) if dtype else None)
@@ -182,14 +182,14 @@ class RunDir:
                     if (scratch / ADAPTER_CONFIG).is_file():  # PEFT writes none
                         write_generation_config(model.generation_config, scratch)
                     tokenizer.save_pretrained(scratch)
-                    kept = publish_folder(self._disk, target, partial(self._is_ours, target))
+                    moved_to = publish_folder(self._disk, target, partial(self._is_ours, target))
         except BaseException:
             with suppress(OSError):
                 if ranks.is_first:
                     restore_folder(self._disk, target)
                 self._disk.remove(scratch)
             raise
-        return "" if kept is None else f"{target} is not of this run, and is now {kept}"
+        return "" if moved_to is None else f"{target} is not of this run, and is now {moved_to}"
 
     def _is_ours(self, target: Path, old: Path) -> bool:
         """Return whether the folder ``old``, which was replaced at ``target``, may be deleted: it is of this run, or of an earlier one and

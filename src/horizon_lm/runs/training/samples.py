@@ -83,16 +83,16 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None, day: s
 
 
 def end_line(tokenizer: Any, generation_config: Any, trained: Sequence[int]) -> str:
-    """Return a line about the tokens that end trained answers (``trained``) but are no end tokens of a generation config; empty without any."""
+    """Return a line about the end tokens of trained answers (``trained``) that a generation config lacks; empty without any."""
     known = end_tokens(generation_config)
-    shown, beside = (
+    lacking_texts, known_texts = (
         ", ".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
         for tokens in ([token for token in trained if token not in known], known)
     )
-    if not shown:
+    if not lacking_texts:
         return ""
-    so_far = f"; the model's own: {beside}" if beside else ""
-    return f"answers end at {shown}, as those that are trained on do (generation_config.json{so_far})"
+    so_far = f"; the model's own: {known_texts}" if known_texts else ""
+    return f"answers end at {lacking_texts}, as those that are trained on do (generation_config.json{so_far})"
 
 
 def padding_id(tokenizer: Any) -> int | None:

@@ -59,13 +59,13 @@ class Saver(Part):
             else:
                 self.checkpoints.save(step, self._state(step), best)
 
-    def keep(self, step: int) -> Path | None:
+    def save_somewhere(self, step: int) -> Path | None:
         """Write a checkpoint in the run's folder or the second place. Return its folder; None if it cannot be written."""
         return self.checkpoints.save_and_wait(step, self._state(step), self._run_dir.elsewhere(f"checkpoint-{step}"))
 
-    def keep_or_export(self, step: int) -> None:
+    def save_somewhere_or_export(self, step: int) -> None:
         """Write a checkpoint somewhere or, if that is impossible, export the model."""
-        if self._config.save_only_model or self.keep(step) is None:
+        if self._config.save_only_model or self.save_somewhere(step) is None:
             self.export(step)
 
     def save_before_deadline(self, step: int) -> None:
@@ -80,20 +80,20 @@ class Saver(Part):
             self.checkpoints.wait(limit)  # one that is being written already may still be in time
             return
         if limit is None and not self._config.save_only_model:
-            self.keep(step)  # there is time to try the second place, too
+            self.save_somewhere(step)  # there is time to try the second place, too
             return
         self.save(step)
         self.checkpoints.wait(limit)
 
     @contextmanager
-    def saving_on_fault(self, done: int) -> Iterator[None]:
-        """Context manager: if the enclosed step fails, save the state after the ``done`` steps before it, also if the device has failed.
+    def saving_on_fault(self, steps_done: int) -> Iterator[None]:
+        """Context manager: if the enclosed step fails, save the state before it, after ``steps_done`` steps, also if the device has failed.
 
         Raises:
             DeviceFaultError: the device has failed. Other errors are raised with a note about what is kept.
         """
         optimizer = self._training.optimizer
-        before = optimizer.num_steps, optimizer.num_skipped
+        counts = optimizer.num_steps, optimizer.num_skipped
         try:
             yield
         except Exception as error:
@@ -101,15 +101,15 @@ class Saver(Part):
             with self._reporter.attempt("saving after the fault"):
                 if has_failed_device:
                     engine_of(self._training.model).settle_without_device()
-                # Once its update has begun, the weights are no longer those after the steps that are done.
-                is_unchanged = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
-                if done and is_unchanged and self._ranks.size == 1:  # other ranks may be gone, or elsewhere
+                # Once the update of the step has begun, the weights are no longer the ones from before it.
+                is_unchanged = not optimizer.partial_update and counts == (optimizer.num_steps, optimizer.num_skipped)
+                if steps_done and is_unchanged and self._ranks.size == 1:  # other ranks may be gone, or elsewhere
                     if self._config.save_only_model:
-                        self.save(done)
+                        self.save(steps_done)
                     else:
-                        self.keep(done)
+                        self.save_somewhere(steps_done)
             if has_failed_device:
-                problem = f"the device failed after step {done} ({type(error).__name__}: {first_line(error)})"
+                problem = f"the device failed after step {steps_done} ({type(error).__name__}: {first_line(error)})"
                 raise DeviceFaultError(f"{problem}. {self.kept_artifacts()}") from error
             if not isinstance(error, InterruptedRunError):
                 error.add_note(self.kept_artifacts())
@@ -120,15 +120,15 @@ class Saver(Part):
         return self._run_dir.kept_artifacts(self.checkpoints.last)
 
     def load_best(self, step: int, is_last: bool) -> None:
-        """Keep the weights of the last step and load those of the best evaluation, unless they are the same (``is_last``). Where that is
-        impossible, report it and leave the last ones.
+        """Keep the weights of the last step and load the ones of the best evaluation, unless they are the same (``is_last``). If that is
+        impossible, report it and leave the last weights loaded.
         """
         self.checkpoints.wait()
         best = None if is_last or self.checkpoints.best is None else str(self.checkpoints.best)
         folder = self._ranks.of_first("the best model", best)
         if folder is None:
             return
-        if (last := self.keep(step)) is None:
+        if (last := self.save_somewhere(step)) is None:
             self._reporter.print(
                 f"warning: the last model cannot be kept beside the best one, so it is exported; for the best one, run "
                 f"horizon-lm export {folder} OUT"
@@ -147,7 +147,7 @@ class Saver(Part):
         # Functions, because a signal or another checkpoint may come while it waits.
         last_resort = LastResort(
             run_dir=self._run_dir, report=self._reporter.print, requested=lambda: interrupts.requested,
-            save_checkpoint=partial(self.keep, step), last_checkpoint=lambda: self.checkpoints.last,
+            save_checkpoint=partial(self.save_somewhere, step), last_checkpoint=lambda: self.checkpoints.last,
         )  # fmt: skip
         last_resort.export(self._training.model, self._run.tokenizer)
 

@@ -43,13 +43,13 @@ def find_second_place(config: RunConfig, num_bytes: int) -> Path | None:
 
 
 def _candidates(output_dir: Path) -> list[Path]:
-    """Return folders to try, those on other disks than ``output_dir`` first."""
+    """Return folders to try; folders on other disks than ``output_dir`` come first."""
     folders = [Path(tempfile.gettempdir()), Path(os.path.expanduser("~")), output_dir.parent]
-    found = [each for each in folders if _is_on_disk(each)]
+    reachable = [each for each in folders if _is_on_disk(each)]
     with suppress(OSError):
-        own = file_system(output_dir)
-        found.sort(key=lambda each: file_system(each) == own)
-    return found
+        own_disk = file_system(output_dir)
+        reachable.sort(key=lambda each: file_system(each) == own_disk)  # False comes first
+    return reachable
 
 
 def _is_on_disk(folder: Path) -> bool:

@@ -114,7 +114,7 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
         if config.gguf_file is None:  # `check_weights` has not read a GGUF file
             warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
-        model = open_model(_request(config, source, reads_weights, mesh))
+        model = open_model(_open_request(config, source, reads_weights, mesh))
     freeze(model, config.trainable)
     if isinstance(config, TextConfig) and config.neftune_noise_alpha is not None:
         activate_neftune(model, config.neftune_noise_alpha)  # embeddings run their hooks, as in a plain model
@@ -123,14 +123,14 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
 
 
 def has_dropout(model: Any) -> bool:
-    """Return whether a model in its present mode drops values: by a dropout module, or by a rate in its config."""
+    """Return whether a model in its present mode drops values: a dropout module, or a rate in its config, is above 0."""
     settings = model.config.get_text_config().to_dict()
     in_config = [value for name, value in settings.items() if name.endswith(("dropout", "pdrop"))]
     in_modules = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     return model.training and any(isinstance(each, float) and each > 0 for each in in_config + in_modules)
 
 
-def _request(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any) -> Any:
+def _open_request(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any) -> Any:
     """Return the request to open the model of a run, with its adapters."""
     from horizon_lm.engine.opening.model_opening import OpenRequest
     from horizon_lm.model.adapters import Adapters
@@ -164,7 +164,7 @@ def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: Ru
     """
     if not config.check_gradients:
         return
-    forward_of(model).check_gradients(config.check_gradients)  # in the next pass
+    forward_of(model).check_gradients(config.check_gradients)  # they are compared in the next pass
     objectives.training(model, batch).value.backward()
     model.zero_grad()
     reporter.print(

@@ -20,8 +20,8 @@ def sample_weights(folder: Path, gguf_file: str | None) -> str:
         with path.open("rb", buffering=0) as stream:
             size = os.fstat(stream.fileno()).st_size
             digest.update(size.to_bytes(8, "little"))
-            step = max(_PIECE_BYTES, size // _PIECES)
-            for start in range(0, size, step):
+            stride = max(_PIECE_BYTES, size // _PIECES)
+            for start in range(0, size, stride):
                 stream.seek(start)
                 digest.update(stream.read(_PIECE_BYTES))
     return digest.hexdigest()

@@ -8,7 +8,7 @@ from horizon_lm.runs.training.part import Part
 from horizon_lm.runs.training.run import Run, Training
 from horizon_lm.schedule.trace import Trace
 
-_FIRST = 3  # the first two steps touch memory for the first time and compile
+_FIRST = 3  # traced step; the first two steps touch memory for the first time and compile
 
 
 class Tracing(Part):
@@ -23,7 +23,7 @@ class Tracing(Part):
         self._started = 0.0
 
     def before_step(self, step: int) -> None:
-        """End the previous step, and start or finish recording if it is time to."""
+        """End the previous step if it is recorded; start recording before the first traced step, and write the file after the last."""
         with self._session.reporter.attempt("trace.json"):
             if self._trace is not None:
                 self._end_step(step - 1)
@@ -45,7 +45,7 @@ class Tracing(Part):
                 self._write()
 
     def _end_step(self, step: int) -> None:
-        """Note the times of a step that has ended, if it is one of those to trace."""
+        """Record the times of a step that has ended, if it is to be traced. The next step starts now."""
         assert self._trace is not None
         now = time.perf_counter()
         if step >= self._first:

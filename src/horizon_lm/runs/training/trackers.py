@@ -7,7 +7,7 @@ from typing import Any
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.runs.training.callback_state import is_tensorboard
 
-# Trackers whose module has another name than they have, and those that are installed by another name. Any of the modules suffices.
+# Modules and packages of trackers, where these have other names than the tracker. Any of its modules suffices.
 _MODULES = {"azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX")}
 _PACKAGES = {"azure_ml": "azureml-sdk", "dagshub": "dagshub mlflow", "flyte": "flytekit"}
 

@@ -157,7 +157,7 @@ def _read_rows(
     ranks = session.ranks
     with ranks.first_of_each_machine_first():
         rows_per_step = resume.rows_of_all_ranks(point, given, ranks.size)
-        data = load_data(config, tokenizer, positions, rows_per_step, ranks.rank, ranks.size, day)
+        data = load_data(config, tokenizer, positions, rows_per_step, rank=ranks.rank, num_ranks=ranks.size, day=day)
     ranks.require_same_rows({each.name: (len(each.packed), each.packed.content_hash) for each in data.parts})
     session.reporter.print(*data.lines())
     reject_errors([finding for _, finding in data.findings()])
@@ -172,10 +172,10 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     reporter, point, data = run.session.reporter, run.settings.point, run.data
     config, plan, num_steps = run.settings.config, run.settings.plan, run.intervals.num_steps
     model = setup.load_model(config, run.admission.fetch_model(), point is None, run.session.ranks.mesh)
-    ends = data.report.end_tokens()
-    if line := end_line(run.tokenizer, model.generation_config, ends):
+    end_token_ids = data.report.end_tokens()
+    if line := end_line(run.tokenizer, model.generation_config, end_token_ids):
         reporter.print(line)
-    add_end_tokens(model.generation_config, ends)
+    add_end_tokens(model.generation_config, end_token_ids)
     # So that no buffer has to be replaced by a larger one later.
     engine_of(model).expect_batch(ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens))
     has_noise = isinstance(config, TextConfig) and config.neftune_noise_alpha is not None
@@ -184,16 +184,16 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
         reporter.print(*resume.require_same_model(point, resume.model_settings(model), config))
     reporter.print("preparing the optimizer's kernels and moments")
     optimizer, scheduler = build_optimizer(model, config, num_steps)
-    reference = None
+    saved_reference = None
     if point is None:
         optimizer.allocate_moments()
     else:
         restore(point.folder, point.manifest, model, optimizer)
-        reference = read_tensors(point.folder / ARRAYS)
+        saved_reference = read_tensors(point.folder / ARRAYS)
     state = RunState(point)
     state.keep("scheduler", SchedulePosition(scheduler))
     run.session.run_dir.begin(config, plan)
-    objectives = make_objectives(config, model, data, reporter, objective, reference)
+    objectives = make_objectives(config, model, data, reporter, custom_loss=objective, reference=saved_reference)
     setup.check_gradients(model, objectives, data.loader.batch(0), config, reporter)
     # Last, because the time and the energy of the first line of metrics begin here.
     metrics = state.keep("metrics", Metrics(num_steps, run.intervals.steps_per_epoch, plan, setup.open_meter(model)))

@@ -38,7 +38,7 @@ class Watchdog(Part):
 
 
 def _report(name: str, seconds: float, pending_operations: Callable[[], Sequence[str]]) -> None:
-    """Print what has not ended in time, in a timer's thread: the pending operations, and the stacks of all threads."""
+    """Print the pending operations and the stacks of all threads; a timer calls this in its thread."""
     try:
         pending = pending_operations() or ["none"]
     except Exception as error:  # a device that has failed
