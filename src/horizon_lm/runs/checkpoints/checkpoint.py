@@ -1,4 +1,4 @@
-"""Save and load the whole state of a training: weights, low halves, moments, and what the caller adds."""
+"""Save and load the whole state of a training: weights, low halves, moments, and state that the caller adds."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ def save_checkpoint(
     """
     engine, disk, folder = engine_of(model, "a checkpoint"), disk or Disk(), Path(folder)
     _require_between_steps(engine, optimizer)
-    engine.saves.wait()  # for the last checkpoint
+    engine.saves.wait()  # until the last checkpoint is written
     restore_folder(disk, folder)
     engine.foreign_writes.follow()
     contents = _other_files(engine, optimizer, state or {}, arrays or {})
@@ -82,12 +82,12 @@ def save_checkpoint(
     if rank >= num_ranks:  # this rank has another copy of the model; only the first copy is saved
         files = {}
     writer = CheckpointWriter(
-        folder, files, manifest, contents, published, disk, rate_limit or RateLimit(None), rank, num_ranks
-    )
-    _prepare(writer, engine, lambda part: _write_side_files(engine, part, add_files, disk))
+        folder, files, manifest, contents, published, disk, rate_limit or RateLimit(None), rank=rank, num_ranks=num_ranks
+    )  # fmt: skip
+    _create_folder(writer, engine, lambda part: _write_side_files(engine, part, add_files, disk))
     if not files:
-        return writer.end()
-    _start(writer, engine)
+        return writer.end_without_files()
+    _start_writing(writer, engine)
     if wait:
         writer.saving.wait()
     return writer.saving
@@ -137,7 +137,7 @@ def _manifest_of(engine: Engine, optimizer: SlabOptimizer | None) -> Manifest:
     )
 
 
-def _start(writer: CheckpointWriter, engine: Engine) -> None:
+def _start_writing(writer: CheckpointWriter, engine: Engine) -> None:
     """Begin to write the units' files. From then on, the update of a unit waits until the unit's file is written."""
     if engine.device_lost:  # nothing changes any more, so no update has to wait
         writer.write_units()
@@ -149,8 +149,8 @@ def _start(writer: CheckpointWriter, engine: Engine) -> None:
     writer.saving.wait_for_moves = lambda: writer.attempt(lambda: engine.device.wait(tasks))
 
 
-def _prepare(writer: CheckpointWriter, engine: Engine, add_files: Callable[[Path], None]) -> None:
-    """Create the folder of a checkpoint, on the first rank. If it cannot, all ranks raise OSError."""
+def _create_folder(writer: CheckpointWriter, engine: Engine, add_files: Callable[[Path], None]) -> None:
+    """Create the folder of a checkpoint, on the first rank. If that fails, raise OSError on all ranks."""
     mesh, problem = engine.mesh, ""
     try:
         if mesh.rank == 0:
@@ -219,9 +219,9 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimiz
             optimizer.load_scalars(content["optimizer"])
         with ThreadPoolExecutor(DISK_THREADS) as threads:
             list(threads.map(reader.read, files.values()))
-        own = persistent_buffers(engine.parts, store)
+        own_buffers = persistent_buffers(engine.parts, store)
         for name, value in buffers.items():
-            fill_buffer(store, name, own[name], value)
+            fill_buffer(store, name, own_buffers[name], value)
     store.source_dtypes.update({name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()})
     store.weights_changed()
     engine.foreign_writes.follow(with_low_halves=True)
@@ -229,9 +229,9 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimiz
 
 
 def _unit_files(engine: Engine, optimizer: SlabOptimizer | None) -> dict[Slab, UnitFile]:
-    """Return the layouts of the units' files, one for each slab of weights. A tied head, which has no slabs of its own, and a frozen base have none."""
+    """Return the layouts of the units' files, by the slab of weights in each. A tied head and a frozen base have no files."""
     moments = optimizer.moments if optimizer is not None else None
-    units = [u for u in engine.store.units if engine.slab_unit(u) == u and u not in engine.store.frozen]
+    units = [unit for unit in engine.store.units if engine.slab_unit(unit) == unit and unit not in engine.store.frozen]
     return {slab: unit_file(slab, moments) for unit in units for slab in engine.store.units[unit].saved}
 
 
@@ -268,26 +268,26 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Sl
             f"{folder} was saved with moments {manifest.moments}, and this optimizer has {optimizer.moments.kind}; use the same"
         )
     require_base(folder, manifest, store, engine.mesh)
-    if optimizer is not None:  # last, because the moments of other parameters than these are not found
+    if optimizer is not None:  # after the base: moments are found by the names of this model's parameters
         _require_moments(folder, manifest, store, optimizer)
-    saved = {slab_of(name) for name in manifest.files if name.startswith(f"{UNITS}/")}
-    if saved != (expected := {slab.name for slab in _unit_files(engine, None)}):
+    saved_slabs = {slab_of(name) for name in manifest.files if name.startswith(f"{UNITS}/")}
+    if saved_slabs != (expected := {slab.name for slab in _unit_files(engine, None)}):
         raise ConfigError(
-            f"{folder} has {len(saved)} units, and this model has {len(expected)}; it is of another model"
+            f"{folder} has {len(saved_slabs)} units, and this model has {len(expected)}; it is of another model"
         )
-    own = {name: tuple(store.shape(name)) for name, unit in store.unit_of.items() if unit not in store.frozen}
-    found = {each.tensor: each.shape for each in manifest.tensors}
-    for name, shape in own.items():
-        if found.get(name) != shape:
+    own_shapes = {name: tuple(store.shape(name)) for name, unit in store.unit_of.items() if unit not in store.frozen}
+    saved_shapes = {each.tensor: each.shape for each in manifest.tensors}
+    for name, shape in own_shapes.items():
+        if saved_shapes.get(name) != shape:
             raise ConfigError(
-                f"{folder} has {name} of shape {found.get(name)}, and this model of {shape}; it is of another model"
+                f"{folder} has {name} of shape {saved_shapes.get(name)}, and this model of {shape}; it is of another model"
             )
 
 
 def _require_moments(folder: Path, manifest: Manifest, store: Store, optimizer: SlabOptimizer) -> None:
-    """Raise ConfigError if a checkpoint has other moments than an optimizer, because it was saved with another one."""
+    """Raise ConfigError if a checkpoint has moments of other names than this optimizer's: it was saved with another one."""
     saved, own = set[str](), set(optimizer.moments.names)
-    for each in manifest.tensors:
+    for each in manifest.tensors:  # a parameter, or one with a suffix: its low half, or a moment
         name, _, suffix = each.tensor.rpartition(".")
         is_parameter = each.tensor in store.unit_of
         if not is_parameter and name in store.unit_of and f".{suffix}" != LOW:

@@ -31,11 +31,11 @@ from horizon_lm.runs.checkpoints.part_reader import slab_of
 from horizon_lm.runs.checkpoints.saving import STATE
 from horizon_lm.runs.checkpoints.unit_file import LOW
 
-_OWN = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.yaml", "plan.json")
+_NOT_COPIED = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.yaml", "plan.json")
 
 
 class _Unit:
-    """The layout of a unit, which is all that exporting asks of `UnitSlabs`."""
+    """The layout of a unit: the only attribute of `UnitSlabs` that exporting reads."""
 
     def __init__(self, shapes: dict[str, torch.Size]) -> None:
         self.layout = SlotLayout(SlabLayout(shapes))
@@ -58,7 +58,7 @@ class _CheckpointStore:
         self.source_dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()}
         self.shard = WHOLE
         self.written_dtype = torch.float32 if manifest.precision == "float32" else None
-        self.source_buffers: Mapping[str, torch.Tensor] = {}  # those of a checkpoint are not rounded
+        self.source_buffers: Mapping[str, torch.Tensor] = {}  # buffers of a checkpoint are not rounded
         self.codecs: Mapping[str, Any] = {}  # a checkpoint has no quantized weights
 
     def shape(self, name: str) -> torch.Size:
@@ -99,7 +99,7 @@ def export_checkpoint(
     Args:
         checkpoint: the folder of a checkpoint; its files are verified first.
         folder: the folder to write; it must not exist.
-        dtype: ``bfloat16``, ``float16`` or ``float32``, which is exactly the fp32 master; None for that of the run's export.
+        dtype: ``bfloat16``, ``float16`` or ``float32``, which is exactly the fp32 master; None for the dtype of the run's export.
         max_shard_size: the largest size of a file.
         trust_remote_code: allow code that comes with the model.
 
@@ -113,17 +113,17 @@ def export_checkpoint(
     verify(checkpoint, manifest)
     store: Any = _CheckpointStore(checkpoint, manifest)
     model = _open_model(checkpoint, store, trust_remote_code)
-    chosen = dtype or read_state(checkpoint)["state"].get("settled", {}).get("export_dtype")
+    dtype_name = dtype or read_state(checkpoint)["state"].get("settled", {}).get("export_dtype")
 
     def fill(part: Path) -> None:
-        """Write the model, and the files that it came with, such as those of the tokenizer."""
-        as_dtype = getattr(torch, chosen) if chosen else None
+        """Write the model, and other files of the checkpoint, such as its tokenizer's."""
+        as_dtype = getattr(torch, dtype_name) if dtype_name else None
         if manifest.base:
             _save_adapters(model, checkpoint, store, part, as_dtype)
         else:
             save_pretrained(find_parts(model), store, part, as_dtype, max_shard_size)
         for file in manifest.files:
-            is_copied = Path(file).parent in (Path(), Path(TEMPLATES)) and file not in _OWN
+            is_copied = Path(file).parent in (Path(), Path(TEMPLATES)) and file not in _NOT_COPIED
             if is_copied and not (part / file).exists():
                 (part / file).parent.mkdir(exist_ok=True)
                 shutil.copyfile(checkpoint / file, part / file)
@@ -138,7 +138,7 @@ def _open_model(checkpoint: Path, store: _CheckpointStore, trust_remote_code: bo
     hf_config.require_model(config, str(checkpoint), model_class)
     model = skeletons.open_skeleton(checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code)
     if any(name in store.unit_of for name, first in parameter_names(model).items() if name != first):
-        declare_untied(config)  # a model with its own head, whose config said otherwise
+        declare_untied(config)  # its config ties parameters that have weights of their own in the checkpoint
         model = skeletons.open_skeleton(
             checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code
         )
@@ -162,7 +162,7 @@ def _save_adapters(
             model = Adapters(folder=str(config_folder)).add_to(model, draw=False, name=name)
     prefix = "base_model.model."  # of names in PEFT's model
     dtype = dtype or store.written_dtype
-    values = {prefix + name: store.master(name).to(dtype or store.source_dtypes[name]) for name in store.unit_of}
-    model.save_pretrained(folder, state_dict=values)
+    weights = {prefix + name: store.master(name).to(dtype or store.source_dtypes[name]) for name in store.unit_of}
+    model.save_pretrained(folder, state_dict=weights)
     write_generation_config(model.generation_config, folder)  # PEFT does not
     share_weights(folder)

@@ -28,8 +28,8 @@ def has_adapters(folder: Path) -> bool | None:
 def require_same_kind(folder: Path, saved_adapters: bool, trains_adapters: bool, remedy: str = "") -> None:
     """Raise ConfigError, with a remedy, if a checkpoint is of a training of adapters and a model trains all weights, or the reverse."""
     if saved_adapters != trains_adapters:
-        saved, own = ("adapters", "all weights") if saved_adapters else ("all weights", "adapters")
-        raise ConfigError(f"{folder} is of a training of {saved}, and this model trains {own}{remedy}")
+        saved, trained = ("adapters", "all weights") if saved_adapters else ("all weights", "adapters")
+        raise ConfigError(f"{folder} is of a training of {saved}, and this model trains {trained}{remedy}")
 
 
 def named_checkpoint(name: str) -> Path:

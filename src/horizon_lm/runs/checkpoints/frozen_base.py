@@ -20,7 +20,7 @@ from horizon_lm.runs.checkpoints.finding import require_same_kind
 from horizon_lm.runs.checkpoints.manifest import Manifest
 
 # By store: the hashes of its base, and the version of its blocks at which they were taken. Only foreign code changes a base.
-_known: "WeakKeyDictionary[Store, tuple[int, Mapping[str, str]]]" = WeakKeyDictionary()
+_known_hashes: "WeakKeyDictionary[Store, tuple[int, Mapping[str, str]]]" = WeakKeyDictionary()
 
 
 def hash_base(store: Store, mesh: Mesh) -> Mapping[str, str]:
@@ -28,13 +28,13 @@ def hash_base(store: Store, mesh: Mesh) -> Mapping[str, str]:
 
     With several ranks, all of them call this, and the first one reads whole units, one at a time.
     """
-    if store in _known:
-        version, hashes = _known[store]
+    if store in _known_hashes:
+        version, hashes = _known_hashes[store]
         if version == store.block_version:
             return hashes
     units = [unit for unit in store.units if unit in store.frozen]
     hashes = _hash_units(store, units) if mesh.size == 1 else _hash_shared_units(store, units, mesh)
-    _known[store] = store.block_version, hashes
+    _known_hashes[store] = store.block_version, hashes
     return hashes
 
 
@@ -42,12 +42,12 @@ def _hash_units(store: Store, units: Sequence[Unit]) -> Mapping[str, str]:
     """Return the hashes of units, all of which are in this process."""
     slabs = _slabs_to_hash(store, units)
     with ThreadPoolExecutor(usable_cores()) as threads:
-        return dict(zip((first.name for first, *_ in slabs), threads.map(_hash, slabs), strict=True))
+        return dict(zip((first.name for first, *_ in slabs), threads.map(_hash_slabs, slabs), strict=True))
 
 
 def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mapping[str, str]:
     """Return the hashes of units, on all ranks: the first rank computes them, and the others lend it their parts."""
-    own: dict[str, str] = {}  # none on a lender
+    own_hashes: dict[str, str] = {}  # none on a lender
     mesh.exchange("the hashing of a base", None)
     if mesh.rank > 0:
         lend(mesh, store)
@@ -55,18 +55,18 @@ def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mappi
         with borrowing(mesh, store):
             for unit in units:
                 with store.whole(unit):
-                    own |= {slabs[0].name: _hash(slabs) for slabs in _slabs_to_hash(store, [unit])}
-    of_first: Mapping[str, str] = mesh.exchange("the hashes of the base", own)[0]
+                    own_hashes |= {slabs[0].name: _hash_slabs(slabs) for slabs in _slabs_to_hash(store, [unit])}
+    of_first: Mapping[str, str] = mesh.exchange("the hashes of the base", own_hashes)[0]
     return of_first
 
 
 def _slabs_to_hash(store: Store, units: Iterable[Unit]) -> list[tuple[Slab, ...]]:
-    """Return the groups of slabs of some units, each of which has one hash, without empty ones."""
-    found = [slabs for unit in units for slabs in store.units[unit].hashed]
-    return [slabs for slabs in found if any(slab.layout.numel for slab in slabs)]
+    """Return groups of slabs of some units, without empty ones. A group has one hash, under the name of its first slab."""
+    groups = [slabs for unit in units for slabs in store.units[unit].hashed]
+    return [slabs for slabs in groups if any(slab.layout.numel for slab in slabs)]
 
 
-def _hash(slabs: Sequence[Slab]) -> str:
+def _hash_slabs(slabs: Sequence[Slab]) -> str:
     """Return the hash of the values of slabs."""
     digest = xxhash.xxh3_128()
     for slab in slabs:
@@ -76,14 +76,14 @@ def _hash(slabs: Sequence[Slab]) -> str:
 
 
 def require_base(folder: Path, manifest: Manifest, store: Store, mesh: Mesh) -> None:
-    """Raise ConfigError if the adapters of a checkpoint were trained on another base than that of a store."""
+    """Raise ConfigError if the adapters of a checkpoint were trained on another base than a store has."""
     if not manifest.base and not store.frozen:
         return
     require_same_kind(folder, bool(manifest.base), bool(store.frozen))
-    for unit, own_hash in hash_base(store, mesh).items():
-        if manifest.base.get(unit) != own_hash:
+    for slab, own_hash in hash_base(store, mesh).items():
+        if manifest.base.get(slab) != own_hash:
             raise ConfigError(
-                f"{folder} has adapters of another base: the weights of {unit} differ from those that the adapters were trained "
+                f"{folder} has adapters of another base: the weights of {slab} differ from those that the adapters were trained "
                 "on; load the same model"
             )
 

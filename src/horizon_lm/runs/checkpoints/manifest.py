@@ -35,14 +35,14 @@ _SourceDtype = Annotated[str, Field(pattern="^(float64|float32|float16|bfloat16)
 
 @cache
 def installed_packages() -> Mapping[str, str]:
-    """Return the installed versions of the packages that numbers depend on."""
-    found = {}
+    """Return the installed versions of the packages that the numbers of a run depend on."""
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise ConfigError(f"{path} is damaged: its checksum is wrong")
         if content["format"] != FORMAT:
             raise ConfigError(f"{path} is not the manifest of a checkpoint")
-        if (number := content["version"]) != VERSION:
+        if (saved_version := content["version"]) != VERSION:
             raise ConfigError(
-                f"{folder} has format version {number}, and this is horizon-lm {installed_packages().get('horizon-lm')}, which reads "
+                f"{folder} has format version {saved_version}, and this is horizon-lm {installed_packages().get('horizon-lm')}, which reads "
                 f"version {VERSION}; use the release that wrote it ({content['packages'].get('horizon-lm')})"
             )
         manifest = _JSON.validate_json(text, strict=True)
@@ -192,9 +192,9 @@ def verify(folder: Path, manifest: Manifest) -> None:
     """
     names = list(manifest.files)
     with ThreadPoolExecutor(usable_cores()) as threads:
-        hashes = threads.map(lambda name: _hash(folder / name), names)
-        for name, found in zip(names, hashes, strict=True):
-            require_hash(folder, manifest, name, found)
+        hashes = threads.map(lambda name: _hash_or_reject(folder / name), names)
+        for name, file_hash in zip(names, hashes, strict=True):
+            require_hash(folder, manifest, name, file_hash)
 
 
 def verify_copies(mesh: Mesh, folder: Path, is_verified: bool = False) -> Manifest:
@@ -215,8 +215,8 @@ def verify_copies(mesh: Mesh, folder: Path, is_verified: bool = False) -> Manife
         return manifest
     digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     hashes = mesh.exchange("the contents of a checkpoint", digest)
-    if (rank := next((rank for rank, each in enumerate(hashes) if each != hashes[0]), None)) is not None:
-        raise ConfigError(f"{folder}: rank {rank} has another checkpoint than rank 0; give all machines the same files")
+    if (odd := next((rank for rank, each in enumerate(hashes) if each != hashes[0]), None)) is not None:
+        raise ConfigError(f"{folder}: rank {odd} has another checkpoint than rank 0; give all machines the same files")
     seen = SeenFiles(mesh, folder, [MANIFEST, *manifest.files])
     with fail_together(mesh, "the check of a checkpoint"):
         if seen.is_first_of_copy and not (is_verified and mesh.rank == 0):
@@ -224,7 +224,7 @@ def verify_copies(mesh: Mesh, folder: Path, is_verified: bool = False) -> Manife
     return manifest
 
 
-def _hash(path: Path) -> str:
+def _hash_or_reject(path: Path) -> str:
     """Return the xxh3-128 of a file. Raise ConfigError if it cannot be read."""
     try:
         return hash_file(path)
@@ -232,11 +232,11 @@ def _hash(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); the checkpoint is damaged") from error
 
 
-def require_hash(folder: Path, manifest: Manifest, name: str, found: str) -> None:
+def require_hash(folder: Path, manifest: Manifest, name: str, file_hash: str) -> None:
     """Raise ConfigError with the first damaged tensor if the hash of a file is not the manifest's."""
     if name not in manifest.files:
         raise ConfigError(f"{folder / MANIFEST} does not name {name}; the checkpoint is damaged")
-    if found != manifest.files[name].xxh3_128:
+    if file_hash != manifest.files[name].xxh3_128:
         tensor = next((each for each in manifest.tensors if each.file == name and _is_damaged(folder, each)), None)
         place = f" at {tensor.tensor}" if tensor else ""
         raise ConfigError(f"{folder / name} is damaged{place}: its contents do not have the checksum in {MANIFEST}")

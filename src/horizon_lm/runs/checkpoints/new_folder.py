@@ -33,13 +33,13 @@ def unwritable(name: str, folder: Path, error: Exception, num_bytes: int = 0) ->
     with suppress(OSError):
         left = disk_free(folder)
         free = f"; {format_bytes(left)} are free"
-        if left < num_bytes:  # if not, another limit holds, such as a quota
+        if left < num_bytes:  # otherwise another limit holds, such as a quota
             needed = f"the exported model takes {format_bytes(num_bytes)}"
     return DoesNotFitError(f"{name}: no space is left for {folder} ({reason}): {needed}{free}.")
 
 
 def _is_full(folder: Path, error: Exception, num_bytes: int) -> bool:
-    """Return whether a folder could not be written because there was no space, judging by the free space if no error says so."""
+    """Return whether a folder could not be written for lack of space: by the number of the error or, without one, by the free space."""
     number = error_number(error)
     if number is not None:
         return number in _NO_SPACE
@@ -80,12 +80,12 @@ def write_new(target: Path, fill: Callable[[Path], None]) -> None:
     disk = Disk()
     try:
         disk.make_folder(target.parent)
-        kept = replace(disk, target, fill, is_new)
+        moved_to = replace(disk, target, fill, is_new)
     except BaseException as error:
         with suppress(OSError):
             disk.remove(part_of(target))
         if isinstance(error, Exception) and is_of_system(error):
             raise unwritable("OUT", target, error) from error
         raise
-    if kept is not None:
-        warn(f"{target} appeared meanwhile, and is now {kept}", RuntimeWarning)
+    if moved_to is not None:
+        warn(f"{target} appeared meanwhile, and is now {moved_to}", RuntimeWarning)

@@ -13,7 +13,7 @@ _NAME = re.compile(rf"{UNITS}/(.*?)(?:\.rank\d+)?\.safetensors")
 
 
 def slab_of(file: str) -> str:
-    """Return the name of the slab that a file of a checkpoint has."""
+    """Return the name of the slab in a file of a checkpoint. Raise ConfigError if it is no unit's file."""
     match = _NAME.fullmatch(file)
     if match is None:
         raise ConfigError(f"{file} is not the file of a unit; the checkpoint is damaged")
@@ -30,30 +30,30 @@ class PartReader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
-        self._found: dict[str, list[TensorEntry]] = {}  # by tensor; each rank that wrote a part of it has an entry
+        self._entries: dict[str, list[TensorEntry]] = {}  # by tensor; each rank that wrote a part of it has an entry
         for each in manifest.tensors:
-            self._found.setdefault(each.tensor, []).append(each)
+            self._entries.setdefault(each.tensor, []).append(each)
 
     def require(self, file: UnitFile) -> None:
         """Raise ConfigError if the checkpoint lacks a part of a tensor, or has one of another shape or dtype."""
-        for name, own in file.entries.items():
-            part, dtype, entries = own.part, own.dtype, self._found.get(name, [])
+        for name, wanted in file.entries.items():
+            part, dtype, entries = wanted.part, wanted.dtype, self._entries.get(name, [])
             shape = part.whole or part.shape
             if any((each.dtype, each.shape) != (dtype, shape) for each in entries):
                 raise ConfigError(
                     f"{self._folder} has {name} of another shape or dtype than the model, {shape} in {dtype}"
                 )
-            if sum(length(kept) for _, kept in self._overlaps(name, part)) != part.numel:
+            if sum(length(shared) for _, shared in self._overlaps(name, part)) != part.numel:
                 raise ConfigError(f"{self._folder} lacks a part of {name}; the checkpoint is damaged")
 
     def read(self, file: UnitFile) -> None:
-        """Read the parts that a unit's file would have into memory."""
-        for name, own in file.entries.items():
-            part, itemsize = own.part, len(own.memory) // max(1, own.part.numel)
-            for entry, kept in self._overlaps(name, part):
-                unread = own.memory[(kept.start - part.first) * itemsize : (kept.stop - part.first) * itemsize]
+        """Read into memory the parts of tensors that a unit's file of this rank would have, wherever they are saved."""
+        for name, wanted in file.entries.items():
+            part, itemsize = wanted.part, len(wanted.memory) // max(1, wanted.part.numel)
+            for entry, shared in self._overlaps(name, part):
+                unread = wanted.memory[(shared.start - part.first) * itemsize : (shared.stop - part.first) * itemsize]
                 with (self._folder / entry.file).open("rb", buffering=0) as stream:
-                    stream.seek(entry.offset + (kept.start - entry.start) * itemsize)
+                    stream.seek(entry.offset + (shared.start - entry.start) * itemsize)
                     while unread:
                         count = stream.readinto(unread)
                         if not count:
@@ -62,6 +62,7 @@ class PartReader:
 
     def _overlaps(self, name: str, part: Part) -> list[tuple[TensorEntry, slice]]:
         """Return the entries that have elements of a part, with the range of these elements in the whole tensor."""
-        own = slice(part.first, part.first + part.numel)
-        kept = [(each, overlap(slice(each.start, each.start + each.length), own)) for each in self._found.get(name, [])]
-        return [(entry, both) for entry, both in kept if length(both)]
+        wanted = slice(part.first, part.first + part.numel)
+        entries = self._entries.get(name, [])
+        overlaps = [(each, overlap(slice(each.start, each.start + each.length), wanted)) for each in entries]
+        return [(entry, shared) for entry, shared in overlaps if length(shared)]

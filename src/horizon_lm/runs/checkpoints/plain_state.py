@@ -1,4 +1,4 @@
-"""A state as data for JSON, and back: with the numbers as keys, counters and tuples that JSON does not have, as schedulers have them."""
+"""Turn a state into data for JSON, and back: also tuples, counters and keys that are numbers, which schedulers have and JSON lacks."""
 
 from collections import Counter
 from typing import Any
@@ -14,7 +14,7 @@ def to_plain(value: Any, name: str) -> Any:
 
     Args:
         value: plain values, lists, tuples, dictionaries and counters.
-        name: what it is, for the message, such as "the state of a checkpoint".
+        name: the name of the value in the message, such as "the state of a checkpoint".
 
     Raises:
         ConfigError: the value has an object that is none of them.

@@ -48,23 +48,24 @@ def _entries_file(rank: int) -> str:
 
 
 def unit_file(slab: Slab, moments: Moments | None) -> UnitFile:
-    """Return the layout of the file of a slab of weights."""
+    """Return the layout of a slab's file: its weights, then its low halves, its moments and their scales, if there are any."""
 
     def section(suffix: str, values: torch.Tensor, parts: Mapping[str, Part], own: slice) -> Section:
-        """Return the section for some values of the slab, cut to the range that this rank owns."""
+        """Return the section for values of the slab's tensors. With several ranks, it is cut to ``own``, the range of this rank."""
         return Section(suffix, values, parts) if slab.shard.is_whole else Section(suffix, values, _cut(parts, own), own)
 
     sections = [section(WEIGHT, slab.weights, _parts(slab.layout), slab.own)]
     if slab.low is not None:
         sections.append(section(LOW, slab.low, _parts(slab.layout), slab.own))
     if moments is not None:
-        own = moments.slabs[slab]
+        of_slab = moments.slabs[slab]
         sections += [
-            section(f".{name}", each.values, _parts(each.place.layout), each.place.own) for name, each in own.items()
+            section(f".{name}", each.values, _parts(each.place.layout), each.place.own)
+            for name, each in of_slab.items()
         ]
         sections += [
             section(f".{scale_name(name)}", each.scales, _scale_parts(each.place, slab), each.place.own_scales)
-            for name, each in own.items()
+            for name, each in of_slab.items()
         ]
     return UnitFile(sections)
 
@@ -81,14 +82,16 @@ def _scale_parts(moment: MomentLayout, slab: Slab) -> dict[str, Part]:
 
 
 def _cut(parts: Mapping[str, Part], own: slice) -> dict[str, Part]:
-    """Return the tensors of a slab, or parts of them, that lie in a range of it."""
-    found = {}
+    """Return the tensors, or the flat parts of tensors, that lie in the range ``own`` of their slab."""
+    cut = {}
     for name, part in parts.items():
-        kept = overlap(slice(part.start, part.start + part.numel), own)
-        if numel := length(kept):
+        shared = overlap(slice(part.start, part.start + part.numel), own)
+        if numel := length(shared):
             is_whole = numel == part.numel
-            found[name] = part if is_whole else Part(kept.start, (numel,), kept.start - part.start, part.shape)
-    return found
+            cut[name] = (
+                part if is_whole else Part(shared.start, (numel,), first=shared.start - part.start, whole=part.shape)
+            )
+    return cut
 
 
 class RateLimit:
@@ -198,7 +201,7 @@ class CheckpointWriter:
             self.discard()
             raise
 
-    def end(self) -> Saving:
+    def end_without_files(self) -> Saving:
         """End a checkpoint of which this process writes nothing."""
         self.saving._done.set()
         return self.saving
@@ -217,7 +220,7 @@ class CheckpointWriter:
                 threads.submit(deque, self._write(slab, file), 0)  # runs the iterator to its end
 
     def attempt(self, call: Callable[[], None]) -> None:
-        """Run a call that issues the moves or waits for them. Its error, such as that of an update before them, ends the checkpoint."""
+        """Run a call that issues the moves or waits for them. Its error, such as one of an earlier update, ends the checkpoint."""
         try:
             call()
         except Exception as error:
@@ -233,12 +236,12 @@ class CheckpointWriter:
         with self._changed:
             self._changed.wait_for(lambda: self._num_writing == 0)
         if not self.saving.done:
-            self._remove()
+            self._remove_or_report()
             self.saving._done.set()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Context manager: a thread is writing, so no file may be removed."""
+        """Context manager: count a thread as writing, until whose end `discard` removes no file."""
         with self._changed:
             self._num_writing += 1
         try:
@@ -284,15 +287,15 @@ class CheckpointWriter:
             if saving.error is None and self._rank == 0:
                 self._publish()
             elif saving.error is None:
-                self._hand_over()
+                self._hand_over_entries()
         except Exception as error:
             saving.error = error
         if saving.error is not None:
-            self._remove()
+            self._remove_or_report()
         saving.seconds = time.perf_counter() - self._began
         saving._done.set()
 
-    def _hand_over(self) -> None:
+    def _hand_over_entries(self) -> None:
         """Write the entries of this rank's files for the first rank, which adds them to the manifest."""
         tensors = [asdict(entry) for slab in self._files for entry in self._tensors[slab]]
         files = {name: asdict(entry) for name, entry in self._entries.items()}
@@ -302,7 +305,7 @@ class CheckpointWriter:
     def _publish(self) -> None:
         """Write the other files and the manifest, make everything durable, and give the folder its name. Wait for other ranks first."""
         part, disk, folder = self._part, self._disk, self.saving.folder
-        others = self._take_over()
+        others = self._take_over_entries()
         for name, content in self._contents.items():
             with disk.create(part / name) as output:
                 output.write(content)
@@ -315,13 +318,13 @@ class CheckpointWriter:
         with disk.create(part / MANIFEST) as output:
             output.write(manifest.to_json())
         self.saving.num_bytes = manifest.num_bytes
-        if (kept := publish_folder(disk, folder, _is_replaceable)) is not None:
-            warn(f"{folder} was no checkpoint, and is now {kept}", RuntimeWarning)
+        if (moved_to := publish_folder(disk, folder, _is_replaceable)) is not None:
+            warn(f"{folder} was no checkpoint, and is now {moved_to}", RuntimeWarning)
         self._published()
 
-    def _take_over(self) -> list[TensorEntry]:
-        """Wait until the other ranks have written their parts, and take over their entries (`_hand_over`): add those of files to this rank's,
-        and return those of tensors. The files that held them are removed.
+    def _take_over_entries(self) -> list[TensorEntry]:
+        """Wait until the other ranks have written their parts, and take over their entries (`_hand_over_entries`): add the entries of files
+        to this rank's, return the entries of tensors, and remove the files that held both.
 
         Raises:
             OSError: another rank could not write its part.
@@ -341,8 +344,8 @@ class CheckpointWriter:
             self._disk.remove(path)
         return tensors
 
-    def _remove(self) -> None:
-        """Remove the files of a failed checkpoint. Another rank than the first reports its error to that one, which removes them."""
+    def _remove_or_report(self) -> None:
+        """Remove the files of a failed checkpoint on the first rank. Other ranks write their error into a file for it instead."""
         if self._rank:
             with suppress(OSError):
                 content = json.dumps({"error": first_line(self.saving.error) if self.saving.error else "stopped"})
@@ -368,7 +371,7 @@ class _Write:
     def split(self, parts: int) -> list[Move]:
         if self.most is not None:  # it is split already
             return [self]
-        return [*(replace(self, most=1) for _ in range(parts)), self]
+        return [*(replace(self, most=1) for _ in range(parts)), self]  # this move writes all chunks that are left
 
 
 def _is_replaceable(old: Path) -> bool:
@@ -377,8 +380,11 @@ def _is_replaceable(old: Path) -> bool:
 
 
 def _tensor_entries(name: str, file: UnitFile) -> Iterable[TensorEntry]:
-    """Yield the manifest's entries for the tensors of a file. A part of a tensor has its place in the whole."""
+    """Yield the manifest's entries for the tensors of a file, with hashes of their bytes in memory. A part has its place in the whole."""
     for tensor, entry in file.entries.items():
         part, digest = entry.part, xxhash.xxh3_64_hexdigest(entry.memory)
         shape = part.whole or part.shape
-        yield TensorEntry(name, tensor, part.first, part.numel, entry.dtype, shape, entry.start, digest)
+        yield TensorEntry(
+            file=name, tensor=tensor, start=part.first, length=part.numel, dtype=entry.dtype, shape=shape, offset=entry.start,
+            xxh3_64=digest,
+        )  # fmt: skip

@@ -69,7 +69,7 @@ class Section:
 
     @property
     def first_byte(self) -> int:
-        """The byte of the slab at which the section begins: that of a page."""
+        """The byte of the slab at which the section begins: the first one of a page."""
         start = 0 if self.used is None else self.used.start
         return start * self.slab.element_size() // PAGE * PAGE
 
@@ -121,9 +121,9 @@ class UnitFile:
         for section in self.sections:
             memory, itemsize, dtype = section.memory(), section.slab.element_size(), DTYPE_NAMES[section.slab.dtype]
             for name, part in section.parts.items():
-                start = part.start * itemsize - section.first_byte
-                own = memory[start : start + part.numel * itemsize]
-                placed[name + section.suffix] = Entry(part, dtype, position + start, own)
+                start = part.start * itemsize - section.first_byte  # in the section
+                tensor_memory = memory[start : start + part.numel * itemsize]
+                placed[name + section.suffix] = Entry(part, dtype, position + start, tensor_memory)
             position += section.num_bytes
         self.header = _header(placed, position)
         self.entries = {name: replace(each, start=len(self.header) + each.start) for name, each in placed.items()}
@@ -135,7 +135,7 @@ class UnitFile:
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the contents of the file in order: whole pages at page-aligned addresses."""
-        header = mmap.mmap(-1, len(self.header))
+        header = mmap.mmap(-1, len(self.header))  # anonymous memory, at a page-aligned address
         header.write(self.header)
         yield memoryview(header)
         for section in self.sections:
@@ -156,11 +156,11 @@ def _header(placed: Mapping[str, Entry], end: int) -> bytes:
     def add(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> None:
         content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
 
-    for name, each in placed.items():
-        if each.start > position:
-            add(f".padding.{name}", "U8", (each.start - position,), position, each.start)
-        position = each.start + len(each.memory)
-        add(name, each.dtype, each.part.shape, each.start, position)
+    for name, entry in placed.items():
+        if entry.start > position:
+            add(f".padding.{name}", "U8", (entry.start - position,), position, entry.start)
+        position = entry.start + len(entry.memory)
+        add(name, entry.dtype, entry.part.shape, entry.start, position)
     if end > position:
         add(".padding", "U8", (end - position,), position, end)
     text = json.dumps(content, separators=(",", ":")).encode()
