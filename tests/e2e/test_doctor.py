@@ -118,7 +118,7 @@ def test_an_update_is_timed_with_two_sizes(
         sizes.append(count)
         return count, (config.num_hidden_layers + 2) * units + parameters * count
 
-    monkeypatch.setattr(host_benchmarks, "_step_of", step_of)
+    monkeypatch.setattr(host_benchmarks, "_measure_step", step_of)
     found = update_time("fp32_master", CpuDevice(), cores=16, available=2**40, rounds=Rounds())
     assert tuple(found) == pytest.approx(expected, rel=1e-3)
     assert 18 * max(sizes) < 2 * 2**30

@@ -31,10 +31,10 @@ def doctor(
     from dataclasses import asdict
 
     from horizon_lm.planning.arithmetic.catalog import own_profile_path
-    from horizon_lm.tools.doctor.profile import check_folder, check_writable, keep
+    from horizon_lm.tools.doctor.profile import check_folder, check_writable, write_profile
 
-    chosen = None if output is None else file_to_write(output, "the profile is JSON", ".json")
-    path = None if no_save else chosen or own_profile_path()
+    given_path = None if output is None else file_to_write(output, "the profile is JSON", ".json")
+    path = None if no_save else given_path or own_profile_path()
     check_folder(folder)
     if path is not None:
         check_writable(path)
@@ -53,11 +53,11 @@ def doctor(
     began = CoreUse.now()
     rounds = Rounds(seconds=0.02, at_least=2, quick=True) if quick else Rounds()
     hardware = measure_machine(lambda: open_device(name), folder, rounds, _log)
-    use = [CoreUse.now().since(began)]
-    busy = cores_of_others(use)
+    uses = [CoreUse.now().since(began)]  # of one process
+    busy = cores_of_others(uses)
     machine["machine"]["other programs"] = f"{busy:.1f} cores during the measurement"
     if path is not None:
-        keep(hardware, path)
+        write_profile(hardware, path)
     if as_json:
         print(json.dumps({"profile": asdict(hardware), "machine": machine, "saved": path and str(path)}, indent=2))
     else:
@@ -65,7 +65,7 @@ def doctor(
             print(section(title, facts.items()))
         print(section(hardware.name, describe_profile(hardware)))
         print(f"profile: {path}" if path is not None else "profile: not written")
-    if missing_cores(use) > _SPARE_CORES:
+    if missing_cores(uses) > _SPARE_CORES:
         _log(f"warning: other programs used {busy:.1f} cores, so the figures are too low; stop them and measure again")
 
 

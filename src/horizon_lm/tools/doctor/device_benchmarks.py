@@ -29,20 +29,20 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> flo
     rates: list[float] = []
     for tokens, columns_in, columns_out in shapes:
         operations = _LAYERS * 3 * 2.0 * tokens * columns_in * columns_out
-        if rates and rounds.too_long(operations / rates[-1]):  # a CPU without native support for the dtype
+        if rates and rounds.too_long(operations / rates[-1]):  # on a CPU without native support for the dtype
             break
         inputs, weights, grads = (
             [torch.randn(size, device=device, dtype=dtype) for _ in range(_LAYERS)]
             for size in ((tokens, columns_in), (columns_out, columns_in), (tokens, columns_out))
         )
 
-        def multiply(inputs: list = inputs, weights: list = weights, grads: list = grads) -> None:
+        def compute(inputs: list = inputs, weights: list = weights, grads: list = grads) -> None:
             for x, weight, grad in zip(inputs, weights, grads, strict=True):
                 x @ weight.t()
                 grad @ weight
                 grad.t() @ x
 
-        rates.append(operations / rounds.median(multiply, device))
+        rates.append(operations / rounds.median(compute, device))
     return harmonic_mean(rates)
 
 
@@ -120,6 +120,7 @@ def elementwise_bandwidth(device: torch.device, rounds: Rounds) -> float:
             x + y
             functional.silu(x)
 
+    # Tensors that are read and written: three by x * y and by x + y, two by silu.
     num_bytes = len(layers) * (3 + 3 + 2) * layers[0][0].numel() * dtype.itemsize
     return num_bytes / rounds.median(operate, device)
 
@@ -142,8 +143,8 @@ def operation_seconds(device: torch.device, rounds: Rounds) -> float:
     return rounds.median(operate, device) / (2 * _TINY_OPERATIONS)
 
 
-_BLOCK = 3_540_096  # parameters of a block of SmolLM2-135M
-_BLOCKS = 16  # too large for any cache
+_BLOCK_PARAMETERS = 3_540_096  # of a block of SmolLM2-135M
+_NUM_BLOCKS = 16  # together too large for any cache
 _CUDA_BYTES = 256 * 2**20
 
 
@@ -166,24 +167,24 @@ def _cpu_link_rates(rounds: Rounds) -> LinkRates:
 
     Copies run in one thread and never overlap, so ``both`` is the rate of consecutive copies.
     """
-    size, num_blocks = (_BLOCK // 16, 4) if rounds.quick else (_BLOCK, _BLOCKS)
-    arena = Arena(2 * num_blocks * 2 * size + 2 * num_blocks * 4096)
-    kept = [arena.take(size, torch.bfloat16).fill_(1.0) for _ in range(num_blocks)]
-    landed = [arena.take(size, torch.bfloat16).fill_(1.0) for _ in range(num_blocks)]
+    size, num_blocks = (_BLOCK_PARAMETERS // 16, 4) if rounds.quick else (_BLOCK_PARAMETERS, _NUM_BLOCKS)
+    arena = Arena(2 * num_blocks * 2 * size + 2 * num_blocks * 4096)  # with room to align each slab to a page
+    weights = [arena.take(size, torch.bfloat16).fill_(1.0) for _ in range(num_blocks)]
+    grads = [arena.take(size, torch.bfloat16).fill_(1.0) for _ in range(num_blocks)]
     slots = [torch.ones(size) for _ in range(2)]
     link = HostLink()
 
     def copy_in() -> None:
-        for number, block in enumerate(kept):
+        for number, block in enumerate(weights):
             link.copy(slots[number % 2], block)
 
     def copy_out() -> None:
-        for number, block in enumerate(landed):
+        for number, block in enumerate(grads):
             link.land(block, slots[number % 2], add=False)
 
     num_bytes = 2.0 * size * num_blocks
     to_device, back = (num_bytes / rounds.median(work) for work in (copy_in, copy_out))
-    return LinkRates(to_device, back, 2 / (1 / to_device + 1 / back))
+    return LinkRates(copy_in=to_device, copy_out=back, both=2 / (1 / to_device + 1 / back))
 
 
 def _cuda_link_rates(device: Device, rounds: Rounds) -> LinkRates:
@@ -205,5 +206,5 @@ def _cuda_link_rates(device: Device, rounds: Rounds) -> LinkRates:
         copy_in()
         copy_out()
 
-    to_device, back, both = (rounds.median(work, where) for work in (copy_in, copy_out, copy_both))
-    return LinkRates(num_bytes / to_device, num_bytes / back, 2 * num_bytes / both)
+    seconds_in, seconds_out, seconds_both = (rounds.median(work, where) for work in (copy_in, copy_out, copy_both))
+    return LinkRates(num_bytes / seconds_in, num_bytes / seconds_out, 2 * num_bytes / seconds_both)

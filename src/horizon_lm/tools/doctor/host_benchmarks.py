@@ -25,11 +25,11 @@ _PIECE = 1 << 22  # elements of 4 bytes, about the size of an update task
 _VOCABULARY, _HIDDEN, _WIDTH, _WIDER = 8192, 576, 1536, 3  # blocks of SmolLM2-135M; a smaller table
 _WIDE_BLOCK = 3_540_096 + 3 * _HIDDEN * (_WIDER - 1) * _WIDTH  # parameters
 _BYTES_PER_PARAMETER = 18  # including temporary memory for random weights
-_OTHER_UNITS, _LEAST_OF_UNIT = 2, 1e-7  # updates of a model beside those of its blocks; seconds
+_OTHER_UNITS, _LEAST_OF_UNIT = 2, 1e-7  # units beside the blocks; the least seconds of a unit's update
 
 
 @cache
-def _scale() -> Any:
+def _scale_kernel() -> Any:
     """Return ``x *= factor`` compiled like the optimizer's kernels."""
     from horizon_lm.memory.kernels.bits import kernel
 
@@ -53,17 +53,17 @@ def host_bandwidth(cores: int, available: int, rounds: Rounds) -> dict[str, floa
     size = max(1, num_bytes // 4)
     values = as_array(Arena(4 * size).take(size, torch.float32).fill_(1.0))
     parts = [values[part] for part in pieces(size, _PIECE)]
-    kernel, factor = _scale(), np.float32(1.0)
+    kernel, factor = _scale_kernel(), np.float32(1.0)
     rates = {}
     for threads in sorted({cores, *(2**k for k in range(cores.bit_length()))}):
         with ThreadPoolExecutor(threads) as pool:
             seconds = rounds.median(lambda pool=pool: list(pool.map(lambda part: kernel(part, factor), parts)))  # type: ignore[misc]
-        rates[str(threads)] = 8.0 * size / seconds
+        rates[str(threads)] = 8.0 * size / seconds  # 4 bytes of each element are read, and 4 are written
     return rates
 
 
 class UpdateTime(NamedTuple):
-    """The seconds of an optimizer step: those of each parameter, and those of each unit beside its parameters."""
+    """The seconds of an optimizer step: for each parameter, and for each unit in addition to its parameters."""
 
     parameter: float
     unit: float
@@ -84,15 +84,16 @@ def update_time(precision: str, device: Device, cores: int, available: int, roun
         rounds: time budget.
     """
     blocks = 1 if rounds.quick else _num_blocks(cores, available)
-    few, seconds_of_few = _step_of(_config(blocks), precision, device, rounds)
-    many, seconds_of_many = _step_of(_config(blocks, times_as_wide=_WIDER), precision, device, rounds)
+    # Numbers of parameters, and seconds of a step of each model.
+    few, seconds_of_few = _measure_step(_config(blocks), precision, device, rounds)
+    many, seconds_of_many = _measure_step(_config(blocks, times_as_wide=_WIDER), precision, device, rounds)
     if seconds_of_many <= seconds_of_few:  # the machine was busy
         return UpdateTime(seconds_of_many / many, _LEAST_OF_UNIT)
     parameter = (seconds_of_many - seconds_of_few) / (many - few)
     return UpdateTime(parameter, max(_LEAST_OF_UNIT, (seconds_of_few - parameter * few) / (blocks + _OTHER_UNITS)))
 
 
-def _step_of(config: Any, precision: str, device: Device, rounds: Rounds) -> tuple[int, float]:
+def _measure_step(config: Any, precision: str, device: Device, rounds: Rounds) -> tuple[int, float]:
     """Return the number of parameters of a model, and the seconds of its optimizer step."""
     import horizon_lm
 
@@ -123,8 +124,8 @@ def _one_thread() -> Iterator[None]:
 
 def _num_blocks(cores: int, available: int) -> int:
     """Return a number of blocks that keeps all cores busy, and that fits into memory with the wider ones."""
-    affordable = min(2 * 2**30, available // 4) // _BYTES_PER_PARAMETER
-    return max(1, min(max(12, cores // 2), (affordable - _VOCABULARY * _HIDDEN) // _WIDE_BLOCK))
+    most_parameters = min(2 * 2**30, available // 4) // _BYTES_PER_PARAMETER
+    return max(1, min(max(12, cores // 2), (most_parameters - _VOCABULARY * _HIDDEN) // _WIDE_BLOCK))
 
 
 def _config(blocks: int, times_as_wide: int = 1) -> Any:
@@ -154,12 +155,12 @@ def disk_rates(folder: Path, rounds: Rounds) -> tuple[float, float]:
         if not chunks:
             return 0.0, 0.0
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            return _measure(file, chunks, rounds)  # type: ignore[arg-type]
+            return _measure_file(file, chunks, rounds)  # type: ignore[arg-type]
     except OSError as error:
         raise ConfigError(f"--folder: {folder}: {error.strerror or error}; name a folder that is writable") from error
 
 
-def _measure(file: BinaryIO, chunks: int, rounds: Rounds) -> tuple[float, float]:
+def _measure_file(file: BinaryIO, chunks: int, rounds: Rounds) -> tuple[float, float]:
     """Return the bytes per second of writing to the disk, and of reading past the page cache; 0 where it cannot be emptied."""
     content = os.urandom(_CHUNK)  # incompressible, for file systems that compress
     buffer = bytearray(_CHUNK)
@@ -175,7 +176,7 @@ def _measure(file: BinaryIO, chunks: int, rounds: Rounds) -> tuple[float, float]
                 rest = rest[file.write(rest) :]
         os.fsync(file.fileno())
 
-    def forget() -> None:
+    def drop_page_cache() -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
 
@@ -187,4 +188,4 @@ def _measure(file: BinaryIO, chunks: int, rounds: Rounds) -> tuple[float, float]
     written = num_bytes / rounds.median(write, prepare=empty)
     if not hasattr(os, "posix_fadvise"):
         return written, 0.0
-    return written, num_bytes / rounds.median(read, prepare=forget)
+    return written, num_bytes / rounds.median(read, prepare=drop_page_cache)

@@ -67,13 +67,13 @@ def _machine(folder: Path) -> Facts:
     import psutil
 
     memory = psutil.virtual_memory()
-    bound = min(memory_limits(), key=lambda limit: limit.room, default=None)
+    tightest = min(memory_limits(), key=lambda limit: limit.room, default=None)
     return {
         "system": platform.platform(),
         "processor": processor(),
         "cores": f"{usable_cores()} of {os.cpu_count()} usable, {torch.get_num_threads()} torch threads",
         "memory": f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available",
-        "limited by": f"{bound.name}: {format_bytes(bound.room)} in total" if bound else "unknown",
+        "limited by": f"{tightest.name}: {format_bytes(tightest.room)} in total" if tightest else "unknown",
         "huge pages": _chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
         "disk free": f"{format_bytes(shutil.disk_usage(folder).free)} in {folder.resolve()}",
     }
@@ -101,11 +101,11 @@ def _gpu(device: torch.device) -> Facts:
         "memory": format_bytes(properties.total_memory),
         "compute capability": f"{properties.major}.{properties.minor}",
         "link": _pci_link(str(properties.uuid)) or "unknown",
-        "packed rows": _kernel((properties.major, properties.minor)),
+        "packed rows": _segment_kernel((properties.major, properties.minor)),
     }
 
 
-def _kernel(capability: tuple[int, int]) -> str:
+def _segment_kernel(capability: tuple[int, int]) -> str:
     """Return the kernel of packed and padded rows in bfloat16, with the most common width of heads."""
     from transformers import LlamaConfig
 
@@ -120,11 +120,11 @@ def _pci_link(uuid: str) -> str:
     for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         if uuid and uuid in _read(file):
             folder = Path("/sys/bus/pci/devices") / file.parent.name
-            speed, width, most_speed, most_width = (
+            speed, width, max_speed, max_width = (
                 _read(folder / name).strip()
                 for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
             )
-            return f"{speed} x{width} now, {most_speed} x{most_width} at most"
+            return f"{speed} x{width} now, {max_speed} x{max_width} at most"
     return ""
 
 
@@ -134,7 +134,7 @@ def _page_locking(device: Device) -> str:
 
     assert isinstance(device, CudaDevice)
     limit = memlock_limit()
-    # More than the limit, unless that would take too much memory.
+    # More than the limit, to find out if the driver ignores it, unless that would take too much memory.
     num_bytes = _TRIAL_BYTES if limit is None else max(_TRIAL_BYTES, min(_LARGEST_TRIAL, limit + 2**20))
     tried = f"{format_bytes(num_bytes)} tried"
     error = device.try_registering(num_bytes)

@@ -48,7 +48,7 @@ def check_writable(path: Path) -> None:
         raise _unwritable(path, error) from error
 
 
-def keep(hardware: Hardware, path: Path) -> None:
+def write_profile(hardware: Hardware, path: Path) -> None:
     """Write a profile; raise ConfigError if writing fails."""
     try:
         hardware.save(path)
@@ -136,19 +136,19 @@ def measure_machine(
         ConfigError: the folder is not writable.
     """
     where = open_device().torch_device
-    notes = _Figures(say)
-    _measure_disk(notes, folder, rounds)  # first, because it fails if the folder is not writable
-    _measure_device(notes, open_device, where, rounds)
-    _measure_host(notes, open_device, rounds)
+    measured = _Figures(say)
+    _measure_disk(measured, folder, rounds)  # first, because it fails if the folder is not writable
+    _measure_device(measured, open_device, where, rounds)
+    _measure_host(measured, open_device, rounds)
     on_gpu = where.type == "cuda"
     name = torch.cuda.get_device_properties(where).name if on_gpu else processor()
-    cores = int(notes.figures["cores"])
+    cores = int(measured.figures["cores"])
     return Hardware(
         name=f"{name}, {cores} {'core' if cores == 1 else 'cores'}",
         device=where.type,
         gpu=name if on_gpu else "",
-        sources=notes.sources,
-        **notes.figures,
+        sources=measured.sources,
+        **measured.figures,
     )
 
 
@@ -161,7 +161,7 @@ class _Figures:
         self.sources: dict[str, str] = {}
 
     def add(self, field: str, value: Any, how: str) -> None:
-        """Add a figure; the value is 0 or an empty mapping if it could not be measured."""
+        """Add a figure and print it; the value is 0 or an empty mapping, and not printed, if it could not be measured."""
         self.figures[field] = value
         if not value:
             return
@@ -169,48 +169,48 @@ class _Figures:
         self._say("\n".join(f"{what}: {text}" for what, text in describe_figure(field, value)))
 
 
-def _measure_disk(notes: _Figures, folder: Path, rounds: Rounds) -> None:
+def _measure_disk(measured: _Figures, folder: Path, rounds: Rounds) -> None:
     write, read = disk_rates(folder, rounds)
-    notes.add("disk_write", write, "a new file with fsync")
-    notes.add("disk_read", read, "the same file after dropping its page cache")
+    measured.add("disk_write", write, "a new file with fsync")
+    measured.add("disk_read", read, "the same file after dropping its page cache")
 
 
-def _measure_device(notes: _Figures, open_device: Callable[[], Device], where: torch.device, rounds: Rounds) -> None:
-    """Measure the device and its link, and note the figures with their sources."""
+def _measure_device(measured: _Figures, open_device: Callable[[], Device], where: torch.device, rounds: Rounds) -> None:
+    """Measure the device and its link, and add the figures with their sources."""
     on_gpu = where.type == "cuda"
-    notes.add(
+    measured.add(
         "device_memory", torch.cuda.get_device_properties(where).total_memory if on_gpu else 0, "reported by CUDA"
     )
     major, minor = torch.cuda.get_device_capability(where) if on_gpu else (0, 0)
-    notes.add("capability", major + minor / 10, "reported by CUDA")
+    measured.add("capability", major + minor / 10, "reported by CUDA")
     products = {dtype: matmul_rate(where, getattr(torch, dtype), rounds) for dtype in DTYPES}
-    notes.add("matmul", products, "a projection's forward and backward pass, mean over shapes")
-    notes.add(
+    measured.add("matmul", products, "a projection's forward and backward pass, mean over shapes")
+    measured.add(
         "float8", float8_rate(where, rounds), "products in FP8 of a projection's output and of its input's gradient"
     )
     attention = {dtype: attention_rate(where, getattr(torch, dtype), rounds) for dtype in DTYPES}
-    notes.add("attention", attention, "causal scaled_dot_product_attention, forward and backward pass")
-    notes.add("device_bandwidth", elementwise_bandwidth(where, rounds), "eager mul, add and silu")
-    notes.add("op_seconds", operation_seconds(where, rounds), "tiny products, forward and backward pass")
+    measured.add("attention", attention, "causal scaled_dot_product_attention, forward and backward pass")
+    measured.add("device_bandwidth", elementwise_bandwidth(where, rounds), "eager mul, add and silu")
+    measured.add("op_seconds", operation_seconds(where, rounds), "tiny products, forward and backward pass")
     link = link_rates(open_device(), rounds)
-    how = "registered memory" if on_gpu else "bytes of bf16; {} inline"
-    notes.add("link_in", link.copy_in, how.format("copies that widen"))
-    notes.add("link_out", link.copy_out, how.format("landings that round and square"))
-    notes.add("link_both", link.both, "both at once" if on_gpu else "one after the other")
+    source = "registered memory" if on_gpu else "bytes of bf16; {} inline"
+    measured.add("link_in", link.copy_in, source.format("copies that widen"))
+    measured.add("link_out", link.copy_out, source.format("landings that round and square"))
+    measured.add("link_both", link.both, "both at once" if on_gpu else "one after the other")
 
 
-def _measure_host(notes: _Figures, open_device: Callable[[], Device], rounds: Rounds) -> None:
-    """Measure the memory and the updates of the host, and note the figures with their sources."""
+def _measure_host(measured: _Figures, open_device: Callable[[], Device], rounds: Rounds) -> None:
+    """Measure the memory and the updates of the host, and add the figures with their sources."""
     cores = usable_cores()
-    notes.add("host_memory", host_memory(), "reported by the system, before any limit")
-    notes.add("cores", cores, "affinity and quotas of this process")
+    measured.add("host_memory", host_memory(), "reported by the system, before any limit")
+    measured.add("cores", cores, "affinity and quotas of this process")
     bandwidth = host_bandwidth(cores, available_memory(), rounds)
-    notes.add("host_bandwidth", bandwidth, "an in-place pass of compiled threads, bytes read and written")
+    measured.add("host_bandwidth", bandwidth, "an in-place pass of compiled threads, bytes read and written")
     times = {
         precision: update_time(precision, open_device(), cores, available_memory(), rounds)
         for precision in PRECISIONS
         if not rounds.quick  # compiling their kernels takes seconds
     }
     how = "horizon_lm.AdamW.step on random weights of two sizes, float32 moments"
-    notes.add("update_seconds", {precision: time.parameter for precision, time in times.items()}, how)
-    notes.add("unit_update_seconds", {precision: time.unit for precision, time in times.items()}, how)
+    measured.add("update_seconds", {precision: time.parameter for precision, time in times.items()}, how)
+    measured.add("unit_update_seconds", {precision: time.unit for precision, time in times.items()}, how)

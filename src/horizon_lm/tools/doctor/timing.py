@@ -36,8 +36,8 @@ class Rounds:
             device: device to synchronize before the clock is read.
             prepare: function to run before each round, without timing it.
         """
-        first = _seconds(work, device, prepare)
-        at_least = self.at_least if first < _PATIENCE * self.seconds else 1
+        warm_up = _seconds(work, device, prepare)
+        at_least = self.at_least if warm_up < _PATIENCE * self.seconds else 1
         times: list[float] = []
         end = time.perf_counter() + self.seconds
         while len(times) < at_least or time.perf_counter() < end:

@@ -34,7 +34,7 @@ _EVAL = {"mode": "lines+markers", "line_dash": "dot", "marker": {"size": 9, "sym
 
 
 def run_figures(run: Run) -> dict[str, Figure]:
-    """Return the figures over the steps of a run, by name, as far as the run has what they show."""
+    """Return the figures over the steps of a run, by name, without those for which it has no data."""
     metrics, figures = run.metrics, {}
     if metrics is None:
         return {}
@@ -50,15 +50,15 @@ def run_figures(run: Run) -> dict[str, Figure]:
 def loss_figure(metrics: MetricsFile) -> Figure:
     """Plot training loss and eval loss above the learning rate."""
     steps = [line.step for line in metrics.training]
-    losses = [_line("training", steps, [line.loss for line in metrics.training], FIRST, "%{y:.4f}")]
+    loss_lines = [_line("training", steps, [line.loss for line in metrics.training], FIRST, "%{y:.4f}")]
     if metrics.evaluations:
         points = [each.step for each in metrics.evaluations], [each.eval_loss for each in metrics.evaluations]
-        losses.append(_line("eval", *points, SECOND, "%{y:.4f}").update(_EVAL))
-    rates = _line("learning rate", steps, [line.learning_rate for line in metrics.training], THIRD, "%{y:.3g}")
+        loss_lines.append(_line("eval", *points, SECOND, "%{y:.4f}").update(_EVAL))
+    rate_line = _line("learning rate", steps, [line.learning_rate for line in metrics.training], THIRD, "%{y:.3g}")
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
-    _fill(figure, 1, losses, **_noted(metrics.loss_title, losses))
-    _fill(figure, 2, [rates], title="learning rate", exponentformat="e", rangemode="tozero", nticks=4)
-    return _over_steps(figure, metrics, 440)
+    _fill_row(figure, 1, loss_lines, **_axis_with_note(metrics.loss_title, loss_lines))
+    _fill_row(figure, 2, [rate_line], title="learning rate", exponentformat="e", rangemode="tozero", nticks=4)
+    return _finish_over_steps(figure, metrics, 440)
 
 
 def preferences_figure(metrics: MetricsFile) -> Figure:
@@ -71,9 +71,9 @@ def preferences_figure(metrics: MetricsFile) -> Figure:
             accuracy = _line(name, steps, [line.accuracy for line in lines], colour, "%{y:.3f}")
             accuracies.append(accuracy.update(style).update(showlegend=False))
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08)
-    _fill(figure, 1, margins, title="reward margin", rangemode="tozero")
-    _fill(figure, 2, accuracies, title="accuracy", range=[-0.05, 1.05])
-    return _over_steps(figure, metrics, 440)
+    _fill_row(figure, 1, margins, title="reward margin", rangemode="tozero")
+    _fill_row(figure, 2, accuracies, title="accuracy", range=[-0.05, 1.05])
+    return _finish_over_steps(figure, metrics, 440)
 
 
 def tokens_figure(metrics: MetricsFile) -> Figure:
@@ -84,8 +84,8 @@ def tokens_figure(metrics: MetricsFile) -> Figure:
     lines = (("all tokens", total, FIRST), ("trained tokens", trained, SECOND))
     figure = make_subplots(rows=1, cols=1)
     traces = [_line(name, steps, values, colour, "%{y:,.1f}") for name, values, colour in lines]
-    _fill(figure, 1, traces, title="tokens per second", rangemode="tozero")
-    return _over_steps(figure, metrics, 320, last_row=1)
+    _fill_row(figure, 1, traces, title="tokens per second", rangemode="tozero")
+    return _finish_over_steps(figure, metrics, 320, last_row=1)
 
 
 def run_memory_figure(metrics: MetricsFile, plan: PlanFile | None) -> Figure:
@@ -97,41 +97,41 @@ def run_memory_figure(metrics: MetricsFile, plan: PlanFile | None) -> Figure:
         ("host memory", "resident", FIRST, [line.host_bytes for line in metrics.training], host),
         ("device buffers", "peak", SECOND, [line.device_bytes_peak for line in metrics.training], device),
     ]
-    for row, (title, quantity, colour, used, place) in enumerate(rows, start=1):
-        unit, name = byte_scale([*used, *_limits(used, place)])
+    for row, (title, quantity, colour, used, budget) in enumerate(rows, start=1):
+        unit, name = byte_scale([*used, *_limits(used, budget)])
         trace = _line(f"{title}, {quantity}", steps, [value / unit for value in used], colour, f"%{{y:,.3f}} {name}")
-        _fill(figure, row, [trace], title=f"{title}, {name}", rangemode="tozero")
-        _add_limits(figure, row, used, place, unit)
-    return _over_steps(figure, metrics, 520, top=48)
+        _fill_row(figure, row, [trace], title=f"{title}, {name}", rangemode="tozero")
+        _add_limits(figure, row, used, budget, unit)
+    return _finish_over_steps(figure, metrics, 520, top=48)
 
 
-def waterfall_figure(place: Budget) -> Figure:
+def waterfall_figure(budget: Budget) -> Figure:
     """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered, because names may repeat."""
-    largest = max(place.bytes, sum(item.bytes for item in place.items), 1)
+    largest = max(budget.bytes, sum(item.bytes for item in budget.items), 1)
     unit, name = byte_scale([largest])
-    sizes = [item.bytes for item in place.items] + [place.bytes]
+    sizes = [item.bytes for item in budget.items] + [budget.bytes]
     # Each item begins where the last one ends, and the total at 0.
-    starts = [*accumulate(sizes[:-2], initial=0), 0] if place.items else [0]
-    texts = [f"{item.name}: {format_bytes(item.bytes)}. {item.note}" for item in place.items]
+    starts = [*accumulate(sizes[:-2], initial=0), 0] if budget.items else [0]
+    texts = [f"{item.name}: {format_bytes(item.bytes)}. {item.note}" for item in budget.items]
     rows = list(range(len(sizes)))
     bars = Bar(
         orientation="h", y=rows, base=[start / unit for start in starts], x=[size / unit for size in sizes], width=0.7,
-        hovertext=[as_text(text, 60) for text in [*texts, f"total: {format_bytes(place.bytes)}"]],
-        hovertemplate="%{hovertext}<extra></extra>", marker={"color": [FIRST] * len(place.items) + [SECOND]},
+        hovertext=[as_text(text, 60) for text in [*texts, f"total: {format_bytes(budget.bytes)}"]],
+        hovertemplate="%{hovertext}<extra></extra>", marker={"color": [FIRST] * len(budget.items) + [SECOND]},
     )  # fmt: skip
     figure = Figure(bars)
-    names = [as_text(item.name, 34) for item in place.items] + ["total"]
+    names = [as_text(item.name, 34) for item in budget.items] + ["total"]
     figure.update_yaxes(tickvals=rows, ticktext=names, range=[len(sizes) - 0.5, -0.5], showgrid=False)
     for row, size in enumerate(sizes):  # sizes are a column at the right, away from bars and lines
         figure.add_annotation(
             text=format_bytes(size), xref="paper", x=1, xanchor="left", xshift=10, y=row, showarrow=False
         )
-    end, top = largest, 32  # of the horizontal axis, and the margin above it
-    if place.available is not None and place.available <= 2 * largest:
-        end, top = max(largest, place.available), 48  # leave room for the label of the line
-        label = _label(f"available {format_bytes(place.available)}", LIMIT) | {"yanchor": "bottom", "xanchor": "right"}
+    end, top = largest, 32  # bytes at the end of the horizontal axis, and pixels of the margin above it
+    if budget.available is not None and budget.available <= 2 * largest:
+        end, top = max(largest, budget.available), 48  # leave room for the label of the line
+        label = _label(f"available {format_bytes(budget.available)}", LIMIT) | {"yanchor": "bottom", "xanchor": "right"}
         line = {"color": LIMIT, "width": 1.5}
-        figure.add_vline(place.available / unit, line=line, annotation=label, annotation_position="top left")
+        figure.add_vline(budget.available / unit, line=line, annotation=label, annotation_position="top left")
     figure.update_xaxes(title=name, range=[0, end * 1.02 / unit])
     figure.update_layout(showlegend=False, meta={"bars": True})  # page.js moves the names on narrow screens
     return apply_style(figure, 34 * len(sizes) + 72 + top, top, right=100)
@@ -173,7 +173,7 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
         tickvals=list(rows.values()), ticktext=list(titles.values()), range=[len(rows) - 0.5, -0.5], fixedrange=True,
         showgrid=False,
     )  # fmt: skip
-    _over_seconds(figure, longest / unit, name, last_row=len(views))
+    _set_seconds_axis(figure, longest / unit, name, last_row=len(views))
     return apply_style(figure, 190 * len(views) + 126, top=48)
 
 
@@ -195,8 +195,8 @@ def step_memory_figure(views: Sequence[StepView]) -> Figure:
             )
             for view in views
         ]  # fmt: skip
-        _fill(figure, row, traces, **_noted(f"{place}, {name}", traces))
-    _over_seconds(figure, longest / time_unit, time_name, last_row=len(places))
+        _fill_row(figure, row, traces, **_axis_with_note(f"{place}, {name}", traces))
+    _set_seconds_axis(figure, longest / time_unit, time_name, last_row=len(places))
     figure.update_xaxes(unifiedhovertitle_text=f"%{{x:,.2f}} {time_name}")
     figure.update_layout(hovermode="x unified")
     return apply_style(figure, 200 * len(places) + 90)
@@ -242,7 +242,7 @@ def time_scale(seconds: float) -> tuple[float, str]:
 
 
 def _line(name: str, steps: Sequence[int], values: Sequence[float | None], colour: str, value_format: str) -> Scatter:
-    """Return a line over steps. ``value_format`` is Plotly's for the value at the pointer."""
+    """Return a line over steps. ``value_format``: Plotly's template for the value at the pointer."""
     return Scatter(
         name=name, x=list(steps), y=list(values), mode="lines+markers" if len(steps) <= MAX_MARKED_POINTS else "lines",
         line={"color": colour, "width": 2}, marker={"size": 5, "color": colour},
@@ -250,20 +250,20 @@ def _line(name: str, steps: Sequence[int], values: Sequence[float | None], colou
     )  # fmt: skip
 
 
-def _fill(figure: Figure, row: int, traces: Sequence[Scatter], **axis: Any) -> None:
+def _fill_row(figure: Figure, row: int, traces: Sequence[Scatter], **axis: Any) -> None:
     """Add traces to a row of a figure, and set its vertical axis."""
     figure.add_traces(traces, rows=row, cols=1)
     figure.update_yaxes(row=row, col=1, **axis)
 
 
-def _noted(title: str, traces: Sequence[Scatter]) -> dict[str, Any]:
+def _axis_with_note(title: str, traces: Sequence[Scatter]) -> dict[str, Any]:
     """Return the properties of an axis that begins at 0 or, if the values lie far from 0, elsewhere with a note about it in the title."""
     note = axis_note(value for trace in traces for value in trace.y)
     return {"title": f"{title}<br>({note})"} if note else {"title": title, "rangemode": "tozero"}
 
 
-def _over_steps(figure: Figure, metrics: MetricsFile, height: int, last_row: int = 2, top: int = 32) -> Figure:
-    """Give a figure of a run the axis of steps that all of them have, titled below the last row, and the common style."""
+def _finish_over_steps(figure: Figure, metrics: MetricsFile, height: int, last_row: int = 2, top: int = 32) -> Figure:
+    """Give a figure of a run its axis of steps, titled below the last row, and the common style. Return the figure."""
     last = max([1, *(line.step for line in metrics.training), *(each.step for each in metrics.evaluations)])
     figure.update_xaxes(
         range=[-0.01 * last, 1.01 * last], dtick=1 if last < 10 else None, unifiedhovertitle_text="step %{x}"
@@ -273,38 +273,38 @@ def _over_steps(figure: Figure, metrics: MetricsFile, height: int, last_row: int
     return apply_style(figure, height, top)
 
 
-def _over_seconds(figure: Figure, length: float, unit: str, last_row: int) -> None:
+def _set_seconds_axis(figure: Figure, length: float, unit: str, last_row: int) -> None:
     """Set the horizontal axes of a figure of a step; the last row has the title."""
     figure.update_xaxes(range=[0, length * 1.01])
     figure.update_xaxes(title=f"{unit} from the step's start", row=last_row, col=1)
 
 
-def _limits(used: Sequence[float], place: Budget | None) -> list[int]:
+def _limits(used: Sequence[float], budget: Budget | None) -> list[int]:
     """Return the planned and the available bytes that an axis must include. A limit far above the others is left out, as
     it would flatten them.
     """
-    if place is None:
+    if budget is None:
         return []
-    near = place.available is not None and place.available <= 2 * max([*used, place.bytes])
-    return [place.bytes, place.available] if near and place.available is not None else [place.bytes]
+    near = budget.available is not None and budget.available <= 2 * max([*used, budget.bytes])
+    return [budget.bytes, budget.available] if near and budget.available is not None else [budget.bytes]
 
 
-def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Budget | None, unit: float) -> None:
+def _add_limits(figure: Figure, row: int, used: Sequence[float], budget: Budget | None, unit: float) -> None:
     """Add lines at the planned and available bytes, or a note if the available bytes are far above."""
-    if place is None:
+    if budget is None:
         return
-    planned = _label(f"planned {format_bytes(place.bytes)}", MUTED)
+    planned = _label(f"planned {format_bytes(budget.bytes)}", MUTED)
     dashed = {"color": MUTED, "dash": "dash", "width": 1.5}
     figure.add_hline(
-        place.bytes / unit, row=row, col=1, line=dashed, annotation=planned, annotation_position="top left"
+        budget.bytes / unit, row=row, col=1, line=dashed, annotation=planned, annotation_position="top left"
     )
-    if place.available is None:
+    if budget.available is None:
         return
-    text = f"available {format_bytes(place.available)}"
-    if len(_limits(used, place)) > 1:
+    text = f"available {format_bytes(budget.available)}"
+    if len(_limits(used, budget)) > 1:
         line, label = {"color": LIMIT, "width": 1.5}, _label(text, LIMIT)
         figure.add_hline(
-            place.available / unit, row=row, col=1, line=line, annotation=label, annotation_position="top right"
+            budget.available / unit, row=row, col=1, line=line, annotation=label, annotation_position="top right"
         )
     else:
         number = "" if row == 1 else str(row)

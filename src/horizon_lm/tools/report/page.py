@@ -51,16 +51,16 @@ def build_page(run: Run) -> str:
     """Return the page of a run as text."""
     views, planned = step_views(run), None if run.plan is None else run.plan.step
     traced = [view for view in views if view.parts]
-    counted_views = [view for view in views if any(view.memory.values())]
+    views_with_memory = [view for view in views if any(view.memory.values())]
     figures = run_figures(run)
     if traced:
         figures["timeline"] = timeline_figure(traced)
-    if counted_views:
-        figures["step-memory"] = step_memory_figure(counted_views)
+    if views_with_memory:
+        figures["step-memory"] = step_memory_figure(views_with_memory)
     places = _places(run)
-    figures |= {f"bytes-{name}": waterfall_figure(place) for name, _, place in places}
+    figures |= {f"bytes-{name}": waterfall_figure(budget) for name, _, budget in places}
     plotly, script = get_plotlyjs(), _asset("page.js")
-    title, about = _about(run)
+    title, about = _title_and_about(run)
     return _environment().get_template("page.html.jinja").render(
         run=run, missing=[*_missing(run)], title=title, about=about, statistics=summarise(run), figures=figures,
         places=places, verdict=None if planned is None else verdict(planned), settings=_settings(run), answers=_answers(run),
@@ -99,7 +99,7 @@ def _missing(run: Run) -> Iterator[tuple[str, str]]:
             yield file, "has no step: the run ended before the first traced step."
 
 
-def _about(run: Run) -> tuple[str, str]:
+def _title_and_about(run: Run) -> tuple[str, str]:
     """Return the title of the page, which is the name of the run, and a line about model, step, machine and date."""
     settings = run.settings or {}
     model_name, precision = settings.get("model_name_or_path"), settings.get("precision")
@@ -125,7 +125,7 @@ def _about(run: Run) -> tuple[str, str]:
 
 
 def _places(run: Run) -> list[tuple[str, str, Any]]:
-    """Return the planned places: the name of the figure, the heading, and the bytes."""
+    """Return the places that a plan has bytes for: the name of the figure, the heading, and the budget (`Budget`) of each."""
     if run.plan is None:
         return []
     places = [("host", "Host", run.plan.host), ("device", "Device", run.plan.device)]

@@ -1,4 +1,4 @@
-"""A step of a run, predicted and measured: what the figures plot, and the tables of streams, stalls and operations."""
+"""A step of a run, predicted and measured: the data of its figures, and the tables of streams, stalls and operations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,8 +84,8 @@ def _cut(span: Span, start: float, end: float) -> Span:
 
 
 def _memory_within(trace: Trace, counter: str, start: float, end: float) -> list[tuple[float, float]]:
-    """Return the changes of the bytes in use within a step: seconds since its start, and the bytes in use from then on. The last point is at
-    the end of the step. The list is empty without samples.
+    """Return points of the bytes in use within a step: seconds since its start, and the bytes from then on. The last point repeats the
+    bytes at the end of the step. The list is empty without samples.
     """
     points = [(moment, sample[counter]) for moment, sample in trace.samples if counter in sample and moment < end]
     at_start = [(0.0, used) for moment, used in points if moment <= start][-1:]
@@ -98,9 +98,9 @@ def _memory_within(trace: Trace, counter: str, start: float, end: float) -> list
 
 def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:
     """Return the share of a step in which each stream is busy."""
-    used = {s.op.stream for s in spans}  # few steps write a checkpoint
+    used = {span.op.stream for span in spans}  # few steps write a checkpoint
     streams = [stream for stream in Stream if stream in used or stream not in SOMETIMES]
-    return {stream: busy_seconds([s for s in spans if s.op.stream == stream]) / seconds for stream in streams}
+    return {stream: busy_seconds([span for span in spans if span.op.stream == stream]) / seconds for stream in streams}
 
 
 def verdict(planned: PlannedStep) -> str:
@@ -145,12 +145,12 @@ def stream_tables(views: Sequence[StepView], planned: PlannedStep | None) -> lis
 
 def operation_tables(views: Sequence[StepView]) -> list[Table]:
     """Return the table of operations with their total time and number."""
-    found = {part.span.op.kind for view in views for part in view.parts}
-    rows = [[str(kind), *(_total(view, kind) for view in views)] for kind in KINDS if kind in found]
+    kinds = {part.span.op.kind for view in views for part in view.parts}
+    rows = [[str(kind), *(_total(view, kind) for view in views)] for kind in KINDS if kind in kinds]
     return [(["operations", *(view.name.lower() for view in views)], rows)] if views else []
 
 
 def _total(view: StepView, kind: Kind) -> str:
-    """Return the total time of the operations of a kind, and their number, as text."""
+    """Return the time within the step of all operations of a kind, and their number, as text."""
     spans = [part.span for part in view.parts if part.span.op.kind == kind]
     return f"{duration(sum(span.end - span.start for span in spans))} ({len(spans)})" if spans else "none"

@@ -51,7 +51,7 @@ def _three_digits(number: float) -> float:
 
 def median_step(trace: Trace) -> tuple[int, float, float] | None:
     """Return number, start and end of the step of median length, or of the shorter of two; None if nothing was traced."""
-    by_length = sorted(trace.steps, key=lambda step: step[2] - step[1])
+    by_length = sorted(trace.steps, key=lambda step: step[2] - step[1])  # end minus start
     return by_length[(len(by_length) - 1) // 2] if by_length else None
 
 
@@ -77,7 +77,7 @@ def _losses(run: Run) -> list[Statistic]:
 
 
 def _speeds(run: Run) -> list[Statistic]:
-    """Return speed and time of a step beside those that were planned."""
+    """Return the speed and the time of a step, compared with the planned ones."""
     planned = None if run.plan is None else run.plan.step
     lines = [] if run.metrics is None else run.metrics.training
     # Without the first line, like the time of a step: its step has warmed up.
@@ -124,7 +124,7 @@ def _energy(run: Run) -> list[Statistic]:
 
 
 def _memory(run: Run) -> list[Statistic]:
-    """Return the peaks of memory beside those that were planned."""
+    """Return the peaks of memory, compared with the planned ones."""
     statistics = []
     lines = [] if run.metrics is None else run.metrics.training
     host, device = (None, None) if run.plan is None else (run.plan.host, run.plan.device_peak)
@@ -141,15 +141,15 @@ def _memory(run: Run) -> list[Statistic]:
 
 
 def _compared(
-    name: str, value: float, text: Callable[[float], str], source: str, word: str, expected: float | None
+    name: str, value: float, format_value: Callable[[float], str], source: str, word: str, expected: float | None
 ) -> Statistic:
     """Return a measured statistic with its ``source``, such as "median", and the ``expected`` value after a ``word`` such as "planned".
 
-    An empty source, or None as the expected value, is left out. ``text`` formats values.
+    An empty source, or None as the expected value, is left out. ``format_value`` returns a value as text.
     """
     parts = [source] if source else []
     if expected is not None:
         difference = f"{value / expected - 1:+.1%}" if expected else ""
         is_shown = difference.strip("+-0.%")  # not if it rounds to 0
-        parts.append(f"{word} {text(expected)}" + (f" ({difference})" if is_shown else ""))
-    return Statistic(name, text(value), "; ".join(parts))
+        parts.append(f"{word} {format_value(expected)}" + (f" ({difference})" if is_shown else ""))
+    return Statistic(name, format_value(value), "; ".join(parts))
