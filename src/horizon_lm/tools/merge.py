@@ -1,4 +1,4 @@
-"""Merge adapters into their base: its folder, tensor by tensor, in which those that adapters change are merged."""
+"""Merge adapters into their base: write its folder, tensor by tensor, and merge the tensors that adapters change."""
 
 import copy
 import shutil
@@ -31,7 +31,9 @@ from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import TRAINED_DTYPES, find_parts
 from horizon_lm.runs.checkpoints.new_folder import require_new, write_new_folder
 
-_CHUNK = 32 * 2**20  # bytes of small tensors that are read together, for each of which the file would be opened again
+_CHUNK = (
+    32 * 2**20
+)  # bytes of small tensors that are read together, so that a file is not opened again for each of them
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template*",
     f"{TEMPLATES}/*", "*.model",
@@ -56,8 +58,8 @@ def merge_adapter(
     Args:
         adapter: folder or hub id of the adapters.
         folder: the folder to write; it must not exist.
-        base: folder or hub id of the base; None for that which the adapters name.
-        dtype: ``bfloat16``, ``float16`` or ``float32``; None for that of the base. Adapters are merged in the base's dtype.
+        base: folder or hub id of the base; None for the one that the adapters name.
+        dtype: ``bfloat16``, ``float16`` or ``float32``; None for the base's. Adapters are merged in the base's dtype.
         max_shard_size: the largest size of a file.
         trust_remote_code: allow code that comes with the base.
 
@@ -69,10 +71,10 @@ def merge_adapter(
     require_new(folder)
     require_model_folder(adapter)
     require_adapter_config(adapter)
-    name = base_of_adapters(adapter)
-    assert name is not None
+    base_name = base_of_adapters(adapter)
+    assert base_name is not None
     require_model_files(adapter)  # its tokenizer is copied
-    source = open_base(adapter, name) if base is None else hub.local_folder(base)
+    source = open_base(adapter, base_name) if base is None else hub.local_folder(base)
     config = hf_config.load_config(source, trust_remote_code)
     quantization = take_quantization(config)
     plain, adapted = (skeletons.open_skeleton(source, config, trust_remote_code=trust_remote_code) for _ in range(2))
@@ -117,7 +119,7 @@ def _copy_files(patterns: Iterable[str], source: Path, target: Path) -> bool:
 
 @dataclass(slots=True)
 class _Unit:
-    """Tensors that are written together: copies of the base's, or those of some targets.
+    """Tensors that are written together: copied tensors of the base, or the merged tensors of some targets.
 
     Attributes:
         copies: names in the checkpoint.
@@ -132,7 +134,7 @@ class _Unit:
     added: list[str] = field(default_factory=list)
 
     def absorb(self, other: "_Unit") -> None:
-        """Write the merged tensors of another unit with this one's."""
+        """Add the merged tensors of another unit to this one, to be written with its own."""
         self.groups += other.groups
         self.targets += other.targets
         self.added += other.added
@@ -146,7 +148,7 @@ class _MergedFolder:
         adapted: another copy of it, which gets the adapters.
         adapter: folder of the adapters.
         checkpoint: the weights of the base.
-        dtype: the dtype of the merged weights; None for that of each tensor of the base.
+        dtype: the dtype of the merged weights; None for each tensor's own in the base.
 
     Attributes:
         untied: names of the parameters that were one in the base, and have different values now.
@@ -184,19 +186,19 @@ class _MergedFolder:
         # Names of tied parameters that are parameters of their own from now on.
         separate = [name for name in self.untied if self._first_name[name] != name]
         self.num_params = sum(self._shapes[name].numel() for name in first_names + separate)
-        own = plain.config.dtype
-        self.main_dtype = dtype or (own if isinstance(own, torch.dtype) else next(iter(dtypes.values())))
+        base_dtype = plain.config.dtype
+        self.main_dtype = dtype or (base_dtype if isinstance(base_dtype, torch.dtype) else next(iter(dtypes.values())))
 
     # Plan
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
-        """Return meta tensors for each unit, with the shapes and dtypes of those that `unit` returns."""
-        return [self._emit(unit, self._meta(unit.copies), self._meta_of_merged(unit)) for unit in self._units]
+        """Return meta tensors for each unit, with the shapes and dtypes of the tensors that `unit` returns."""
+        return [self._written(unit, self._base_meta(unit.copies), self._meta_of_merged(unit)) for unit in self._units]
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a unit by their names in the folder."""
         unit = self._units[index]
-        found = self._emit(unit, self._checkpoint.read(unit.copies), self._merge(unit))
+        found = self._written(unit, self._checkpoint.read(unit.copies), self._merged_tensors(unit))
         for name, tensor in found.items():
             if tensor.dtype in TRAINED_DTYPES:
                 require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
@@ -213,7 +215,7 @@ class _MergedFolder:
         }
 
     def _find_converted(self) -> set[str]:
-        """Return the parameters that the dtype of the merged model applies to: not those that transformers keeps in float32."""
+        """Return the parameters that the dtype of the merged model applies to: all but the ones that transformers keeps in float32."""
         names = set(self._first_name)
         if self._dtype is None:
             return names
@@ -229,12 +231,12 @@ class _MergedFolder:
         untied = []
         for names in names_of.values():
             if len(names) > 1 and not group_of.keys().isdisjoint(names):
-                values = [self._value(name, group_of.get(name)) for name in names]
+                values = [self._merged_value(name, group_of.get(name)) for name in names]
                 if not all(torch.equal(each, values[0]) for each in values[1:]):
                     untied += names
         return untied
 
-    def _value(self, name: str, group: int | None) -> torch.Tensor:
+    def _merged_value(self, name: str, group: int | None) -> torch.Tensor:
         """Return a tensor of the merged model. ``group``: index of the group of adapters that changes it; None if none does."""
         if group is None:
             return self._read(name)
@@ -251,27 +253,27 @@ class _MergedFolder:
         merged: list[_Unit] = []
         for index, names in enumerate(self._groups):
             # Targets cannot be hashed, so they are known by their ids.
-            own = {id(self._targets[name]): self._targets[name] for name in names if name in self._targets}
+            targets_of_group = {id(self._targets[name]): self._targets[name] for name in names if name in self._targets}
             unit = _Unit(groups=[index])
-            overlapping = {id(by_target[key]): by_target[key] for key in own if key in by_target}
+            overlapping = {id(by_target[key]): by_target[key] for key in targets_of_group if key in by_target}
             for other in overlapping.values():  # of earlier groups that are merged into some of the same tensors
                 unit.absorb(other)
                 merged.remove(other)
-            unit.targets += [target for key, target in own.items() if key not in by_target]
+            unit.targets += [target for key, target in targets_of_group.items() if key not in by_target]
             unit.added += [name for name in names if name not in self._targets and self._is_added(name)]
             by_target |= dict.fromkeys((id(target) for target in unit.targets), unit)
             merged.append(unit)
         in_groups = {name for names in self._groups for name in names}
         # The other names of parameters that were tied, which no group changes.
-        merged += [_Unit(added=[n]) for n in self.untied if n not in in_groups and n not in self._targets]
+        merged += [_Unit(added=[name]) for name in self.untied if name not in in_groups and name not in self._targets]
         unit_of = {source: by_target[id(t)] for t in targets if id(t) in by_target for source in t.sources}
-        return [*self._in_order(unit_of), *(unit for unit in merged if not unit.targets and unit.added)]
+        return [*self._in_checkpoint_order(unit_of), *(unit for unit in merged if not unit.targets and unit.added)]
 
     def _is_added(self, name: str) -> bool:
         """Return whether a tensor of the model is written though the checkpoint has none of its name."""
         return name in self.untied or self._stored_target[name] is None
 
-    def _in_order(self, unit_of: Mapping[str, _Unit]) -> Iterator[_Unit]:
+    def _in_checkpoint_order(self, unit_of: Mapping[str, _Unit]) -> Iterator[_Unit]:
         """Yield merged units in the order of their first tensors in the checkpoint, and between them units of copied tensors.
 
         ``unit_of`` has the merged units by the names of their tensors in the checkpoint.
@@ -285,39 +287,39 @@ class _MergedFolder:
                     yielded.add(id(unit))
                     yield unit
                 continue
-            size = self._headers[name].numel * 4  # bytes, at most
-            if copies.copies and (num_bytes + size > _CHUNK or file != self._checkpoint.file_of(name)):
+            most_bytes = self._headers[name].numel * 4
+            if copies.copies and (num_bytes + most_bytes > _CHUNK or file != self._checkpoint.file_of(name)):
                 yield copies
                 copies, num_bytes = _Unit(), 0
             copies.copies.append(name)
-            num_bytes, file = num_bytes + size, self._checkpoint.file_of(name)
+            num_bytes, file = num_bytes + most_bytes, self._checkpoint.file_of(name)
         if copies.copies:
             yield copies
 
     # Tensors
 
-    def _meta(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def _base_meta(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return meta tensors with the shapes and dtypes of the base's, by their names in the checkpoint."""
         headers = {name: self._headers[name] for name in names}
         return {name: torch.empty(h.shape, dtype=dtype_of(h), device="meta") for name, h in headers.items()}
 
     def _meta_of_merged(self, unit: _Unit) -> dict[str, torch.Tensor]:
-        """Return the tensors that `_merge` would return, as meta tensors."""
+        """Return the tensors that `_merged_tensors` would return, as meta tensors."""
         found = {name: tensor for target in unit.targets for name, tensor in self._meta_of_target(target).items()}
         return found | {name: self._read(name).to("meta") for name in unit.added}
 
-    def _merge(self, unit: _Unit) -> dict[str, torch.Tensor]:
+    def _merged_tensors(self, unit: _Unit) -> dict[str, torch.Tensor]:
         """Return the tensors of a unit that are no copies, merged, by their names in the model."""
         values = {name: tensor for target in unit.targets for name, tensor in self._read_target(target).items()}
         values |= {name: self._read(name) for name in unit.added}
         for index in unit.groups:
             base = {name: values[name] if name in values else self._read(name) for name in self._groups[index]}
             merged = self._layers.merge(index, _copies_of(base))
-            # What is equal stays as it is: adding nothing may change the sign of a zero.
+            # Tensors that stay equal keep their bits: adding nothing may change the sign of a zero.
             values |= {n: each for n, each in merged.items() if n in values and not torch.equal(each, base[n])}
         return values
 
-    def _emit(
+    def _written(
         self, unit: _Unit, copies: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of a unit by their names in the folder, in the dtype of the merged model.
@@ -335,14 +337,14 @@ class _MergedFolder:
         return emitted | as_stored(self._model, to_convert)
 
     def _cast(self, tensors: Mapping[str, torch.Tensor], names: set[str]) -> dict[str, torch.Tensor]:
-        """Return tensors, those of these names in the dtype of the merged model."""
+        """Return tensors, with those named in ``names`` cast to the dtype of the merged model if it has one."""
         if self._dtype is None:
             return dict(tensors)
         return {name: tensor.to(self._dtype) if name in names else tensor for name, tensor in tensors.items()}
 
     def _meta_of_target(self, target: Target) -> dict[str, torch.Tensor]:
         """Return meta tensors of the model that a target gives, by name."""
-        return target.convert(self._model, self._meta(target.sources))
+        return target.convert(self._model, self._base_meta(target.sources))
 
     def _read(self, name: str) -> torch.Tensor:
         """Return a tensor of the base by its name in the model; the value of a new model if the checkpoint has none."""

@@ -1,4 +1,4 @@
-"""The added tokens of a tokenizer in a GGUF file: those that are left out, and those that llama.cpp finds elsewhere in text."""
+"""The added tokens of a tokenizer in a GGUF file: leave out those without an embedding, and note others that llama.cpp finds elsewhere."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,21 +25,21 @@ def notes_on_added(added: list[dict[str, Any]]) -> list[str]:
         notes.append(
             f"llama.cpp ignores that the added tokens {', '.join(spaced)} take spaces around them, or must be words"
         )
-    if hidden := next(_hidden(added), None):
+    if pair := next(_hidden_tokens(added), None):
         notes.append(
-            f"llama.cpp looks for the longest added token first, so it finds {hidden[0]} where the tokenizer finds {hidden[1]}"
+            f"llama.cpp looks for the longest added token first, so it finds {pair[0]} where the tokenizer finds {pair[1]}"
         )
     return notes
 
 
-def _hidden(added: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def _hidden_tokens(added: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield pairs of added tokens that overlap in some text, where llama.cpp finds the first one of the pair, and a tokenizer the second one.
 
     llama.cpp looks for the longest token first. A tokenizer takes the token that begins first, and looks for tokens in text as it is before
     those in normalized text.
     """
     texts = [each["content"] for each in added if len(each["content"]) <= _LONGEST]
-    beginning: dict[str, list[str]] = {}  # tokens, by what they begin with
+    beginning: dict[str, list[str]] = {}  # tokens, by each text that they begin with
     for text in texts:
         for length in range(1, len(text)):
             beginning.setdefault(text[:length], []).append(text)

@@ -31,7 +31,7 @@ FILE = "model.gguf"
 
 
 class Exported(NamedTuple):
-    """A file that was written: lines on what it lacks, and what other programs do differently."""
+    """A file that was written, with lines on its gaps and on what other programs do differently."""
 
     notes: list[str]
 
@@ -47,7 +47,7 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
     Args:
         model: folder or hub id of a model, such as ``OUTPUT_DIR/model``, or of merged adapters.
         target: the file or folder to write; it must not exist.
-        dtype: ``bfloat16``, ``float16`` or ``float32`` of matrices; None for that of each. Vectors are always in float32.
+        dtype: ``bfloat16``, ``float16`` or ``float32`` of matrices; None for each one's own. Vectors are always in float32.
 
     Raises:
         ConfigError: a folder cannot be read or exists, its weights are not those of the model, the package gguf is missing, or a
@@ -72,9 +72,9 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
     architecture, skeleton = ARCHITECTURES[config.model_type], skeletons.open_skeleton(source, config)
     tokenizer = read_tokenizer(source, config.vocab_size, skeleton.generation_config)
     # Before anything is written, a file without weights is read back, to compare its config with the model's.
-    with tempfile.TemporaryDirectory() as name:
-        header = Path(name) / FILE
-        with closing(_describe(config, tokenizer, header)) as writer:
+    with tempfile.TemporaryDirectory() as scratch:
+        header = Path(scratch) / FILE
+        with closing(_open_writer(config, tokenizer, header)) as writer:
             for tensor, factors in frequency_factors(config).items():
                 if tensor in architecture.factors:
                     writer.add_tensor(tensor, factors.numpy())
@@ -82,15 +82,15 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
             writer.write_tensors_to_file()
         notes = require_kept(architecture, config, header, source)
     conversion = find_conversion(skeleton, checkpoint.names)
-    used = [name for name in checkpoint.names if name not in conversion.unused]
-    tensors = Tensors(architecture, config, checkpoint, used, getattr(torch, dtype) if dtype else None)
+    names = [name for name in checkpoint.names if name not in conversion.unused]
+    tensors = Tensors(architecture, config, checkpoint, names, getattr(torch, dtype) if dtype else None)
     notes = [*check_headers(skeleton, checkpoint, conversion), *notes]
 
     is_file = file_of(target) == target
 
     def fill(part: Path) -> None:
         """Write the file, whose header has the tensors' names and shapes."""
-        with closing(_describe(config, tokenizer, part if is_file else part / FILE)) as writer:
+        with closing(_open_writer(config, tokenizer, part if is_file else part / FILE)) as writer:
             tensors.announce(writer)
             _write_metadata(writer)
             writer.write_ti_data_to_file()
@@ -100,8 +100,8 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
     return Exported(notes + tokenizer.notes)
 
 
-def _describe(config: Any, tokenizer: Tokenizer, path: Path) -> Any:
-    """Return a writer of a file, to which the metadata of a model and its tokenizer were added."""
+def _open_writer(config: Any, tokenizer: Tokenizer, path: Path) -> Any:
+    """Return a writer of a file, with the metadata of a model and its tokenizer, which `_write_metadata` writes."""
     import gguf
 
     architecture = ARCHITECTURES[config.model_type]

@@ -17,36 +17,31 @@ _WITHOUT_EFFECT = {  # on what a trained model computes; tokens are in the token
     "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise",
     "tie_word_embeddings", "use_cache",
 }  # fmt: skip
-# Read by the models' code and by that of masks, also where the type of config does not have them.
+# Read by the code of models and of masks, even if the type of config does not have them.
 _READ_IF_PRESENT = {"attention_chunk_size", "head_dim", "is_causal", "layer_types", "sliding_window"}
 _ROTARY = "rope_parameters"
-_SCALINGS = {
-    "default",
-    "linear",
-    "llama3",
-    "longrope",
-    "yarn",
-}  # whose frequencies depend on nothing else than the length of a text
+# Scalings of rotary frequencies that depend on nothing but the length of a text.
+_SCALINGS = {"default", "linear", "llama3", "longrope", "yarn"}
 
 
 def require_kept(architecture: Architecture, config: Any, header: Path, source: Path) -> list[str]:
-    """Compare a config with what is read from a file, and return notes on what transformers' own reader does not read.
+    """Compare a config with the one that is read from a file. Return notes on settings that transformers' own reader does not read.
 
     Args:
-        architecture: that of the model.
-        config: that of the model.
+        architecture: the architecture of the model.
+        config: its config.
         header: a GGUF file with the model's metadata and the factors of its rotary frequencies; it needs no other tensors.
         source: the folder of the model, for the message.
 
     Raises:
         ModelNotSupportedError: another config would be read.
     """
-    opened = hf_config.read_config(header.parent, trust_remote_code=False, gguf_file=header.name)
+    read_config = hf_config.read_config(header.parent, trust_remote_code=False, gguf_file=header.name)
     assumed, own = architecture.assumed(config), _settings(config)
-    read = {**_settings(opened), **assumed}
-    _align(config, own, read)
+    read = {**_settings(read_config), **assumed}
+    _align_equivalent(config, own, read)
     for key in sorted({*computed_from(config), *assumed}):
-        same = _same_rotary(config, opened) if key == _ROTARY else _equal(own.get(key), read.get(key))
+        same = _same_rotary(config, read_config) if key == _ROTARY else _equal(own.get(key), read.get(key))
         if not same:
             raise ModelNotSupportedError(
                 f"{source}: {key}: {getattr(config, key, None)} cannot be written as GGUF; "
@@ -56,26 +51,26 @@ def require_kept(architecture: Architecture, config: Any, header: Path, source: 
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Return the settings that a model computes with. Some are made from others, and saved as they were given, as Gemma 3's windows."""
+    """Return the settings that a model computes with. Some, such as Gemma 3's windows, have other values in the saved config."""
     return {key: getattr(config, key, value) for key, value in config.to_dict().items()}
 
 
 def _notes_on_reader(architecture: Architecture, config: Any, own: Mapping[str, Any], header: Path) -> list[str]:
-    """Return notes on what transformers' own reader takes for the settings of a model."""
+    """Return notes on settings of a model that transformers' own reader reads differently, or not at all."""
     from transformers import AutoConfig
 
     if not architecture.in_transformers:
         return [
             f"Horizon-LM and llama.cpp read the file, but transformers' reader does not know models of type {config.model_type}"
         ]
-    plain = AutoConfig.from_pretrained(header.parent, gguf_file=header.name)
-    read, notes = _settings(plain), list[str]()
+    by_transformers = AutoConfig.from_pretrained(header.parent, gguf_file=header.name)
+    read, notes = _settings(by_transformers), list[str]()
     own = dict(own)
-    _align(config, own, read)
+    _align_equivalent(config, own, read)
     for key in sorted(computed_from(config) & read.keys() - {"model_type"}):
-        same = _same_rotary(config, plain) if key == _ROTARY else _equal(own.get(key), read[key])
+        same = _same_rotary(config, by_transformers) if key == _ROTARY else _equal(own.get(key), read[key])
         scaling = parameters_of(config)["rope_type"]
-        if not same and key == _ROTARY and scaling != parameters_of(plain)["rope_type"]:
+        if not same and key == _ROTARY and scaling != parameters_of(by_transformers)["rope_type"]:
             notes.append(
                 f"Horizon-LM and llama.cpp read the rotary scaling ({scaling}) from the file, but transformers' reader ignores it"
             )
@@ -103,7 +98,7 @@ def _remedy(config: Any, key: str) -> str:
     return f"; set max_position_embeddings to {config.sliding_window} in its config.json, for contexts in which both compute the same"
 
 
-def _align(config: Any, own: dict[str, Any], read: dict[str, Any]) -> None:
+def _align_equivalent(config: Any, own: dict[str, Any], read: dict[str, Any]) -> None:
     """Make settings equal, in ``own`` or in ``read``, that differ but mean the same: a head width that follows from others, and a window
     that covers the whole context.
     """
@@ -115,14 +110,16 @@ def _align(config: Any, own: dict[str, Any], read: dict[str, Any]) -> None:
             settings["sliding_window"] = None  # the window covers the whole context
 
 
-def _same_rotary(config: Any, opened: Any) -> bool:
+def _same_rotary(config: Any, read_config: Any) -> bool:
     """Return whether two configs have the same rotary frequencies, for short and for long texts, in all types of layers."""
     if parameters_of(config)["rope_type"] not in _SCALINGS:
         return False
-    if not _equal(config.rope_parameters.get("sliding_attention"), opened.rope_parameters.get("sliding_attention")):
+    if not _equal(
+        config.rope_parameters.get("sliding_attention"), read_config.rope_parameters.get("sliding_attention")
+    ):
         return False
     for num_tokens in (1, config.max_position_embeddings):
-        (one, scale), (other, other_scale) = frequencies(config, num_tokens), frequencies(opened, num_tokens)
+        (one, scale), (other, other_scale) = frequencies(config, num_tokens), frequencies(read_config, num_tokens)
         if (
             one.shape != other.shape
             or not torch.allclose(one, other, rtol=1e-6, atol=0.0)

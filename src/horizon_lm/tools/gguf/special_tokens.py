@@ -54,19 +54,19 @@ def read_special_tokens(tokenizer: Any, folder: Path, vocab_size: int, generatio
     Raises:
         ModelNotSupportedError: the tokenizer adds tokens that a file cannot name, or no token ends an answer.
     """
-    (before, after), numbers = _added_to_text(tokenizer), range(vocab_size)
-    ends = [number for number in end_tokens(generation_config) if number in numbers]
+    (before, after), known_ids = _added_to_text(tokenizer), range(vocab_size)  # tokens with a row in the embedding
+    ends = [number for number in end_tokens(generation_config) if number in known_ids]
     of_model = {"bos": generation_config.bos_token_id, "eos": next(iter(ends), None)}
-    own = {name: getattr(tokenizer, f"{name}_token_id") for name in _KINDS}
-    own = {name: number for name, number in own.items() if number in numbers}
+    of_tokenizer = {name: getattr(tokenizer, f"{name}_token_id") for name in _KINDS}
+    of_tokenizer = {name: number for name, number in of_tokenizer.items() if number in known_ids}
     # A token that is added to texts gets the name if no token has it yet (`setdefault`).
     for name, added, where in (("bos", before, "before"), ("eos", after, "after")):
-        if added and added != [own.setdefault(name, added[0])]:
+        if added and added != [of_tokenizer.setdefault(name, added[0])]:
             raise ModelNotSupportedError(
                 f"{folder}: the tokenizer puts {_shown(tokenizer, added)} {where} each text, and a GGUF file can only name "
-                f"{name}_token, {_shown(tokenizer, [own[name]])}; change {name}_token or the tokenizer's post_processor"
+                f"{name}_token, {_shown(tokenizer, [of_tokenizer[name]])}; change {name}_token or the tokenizer's post_processor"
             )
-    ids = {name: number for name, number in {**of_model, **own}.items() if number in numbers}
+    ids = {name: number for name, number in {**of_model, **of_tokenizer}.items() if number in known_ids}
     if "eos" not in ids:
         raise ModelNotSupportedError(
             f"{folder}: neither the tokenizer nor generation_config.json has an end token, and llama.cpp would take another "
@@ -88,13 +88,13 @@ def _added_to_text(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the tokens that a tokenizer puts before and after each text, found by tokenizing one with and without the post-processor, which
     is removed meanwhile.
     """
-    found, backend = list(tokenizer("a")["input_ids"]), tokenizer.backend_tokenizer
+    whole, backend = list(tokenizer("a")["input_ids"]), tokenizer.backend_tokenizer
     processor, backend.post_processor = backend.post_processor, None
-    text = backend.encode("a").ids
+    text_ids = backend.encode("a").ids
     backend.post_processor = processor
-    starts = (start for start in range(len(found)) if found[start : start + len(text)] == text)
-    start = next(starts, len(found))
-    return found[:start], found[start + len(text) :]
+    starts = (start for start in range(len(whole)) if whole[start : start + len(text_ids)] == text_ids)
+    start = next(starts, len(whole))
+    return whole[:start], whole[start + len(text_ids) :]
 
 
 def _notes_on_ends(tokenizer: Any, unnamed: Sequence[int]) -> list[str]:
@@ -112,7 +112,7 @@ def _notes_on_texts(tokenizer: Any, ids: Mapping[str, int], before: Sequence[int
     rendered = _rendered(tokenizer)
     if rendered is None:
         return notes
-    # It renders a conversation as the tokenizer does, and reads the result as any text, where one token is enough.
+    # llama.cpp renders a conversation as the tokenizer does, and reads the result as any text, where one token is enough.
     extra = [*(number for number in before if not rendered.startswith(_shown(tokenizer, [number]))), *after]
     if extra:
         notes.append(f"llama.cpp adds {_shown(tokenizer, extra)} to conversations, too, and the chat template does not")

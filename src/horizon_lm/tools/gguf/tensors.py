@@ -20,7 +20,7 @@ from horizon_lm.model.gguf_rotary import frequency_factors
 
 _OWN_MODULE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
-_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _IN_FLOAT32 = {"ffn_gate_inp.weight"}  # routers, as llama.cpp's converter writes them
 
 
@@ -32,7 +32,7 @@ class _Piece(NamedTuple):
     half: int | None = None  # 0 is the gate, 1 the up projection
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
-        """Return the values; those of an expert are a matrix."""
+        """Return the values; an expert's are a matrix."""
         if self.expert is None:
             return checkpoint.read([self.tensor])[self.tensor]
         matrix = checkpoint.read([self.tensor], slice(self.expert, self.expert + 1))[self.tensor][0]
@@ -61,7 +61,7 @@ class _Tensor(NamedTuple):
 
 
 class _Bytes:
-    """The bytes of a tensor, with what the package gguf needs of a numpy array. One piece is in memory at a time."""
+    """The bytes of a tensor, with the members of a numpy array that the package gguf uses. One piece is in memory at a time."""
 
     def __init__(self, tensor: _Tensor, checkpoint: Checkpoint) -> None:
         self._tensor, self._checkpoint = tensor, checkpoint
@@ -87,11 +87,11 @@ class Tensors:
         """Name all tensors.
 
         Args:
-            architecture: that of the model.
+            architecture: the architecture of the model.
             config: its config.
-            checkpoint: its folder.
+            checkpoint: its weights.
             names: the tensors in it that belong to the model.
-            dtype: that of matrices; None for that of each. Vectors and routers are always in float32.
+            dtype: the dtype of matrices; None for each one's own. Vectors and routers are always in float32.
 
         Raises:
             ConfigError: a tensor has no name or no dtype in the format.
@@ -101,8 +101,8 @@ class Tensors:
         self._checkpoint, self._factors = checkpoint, frequency_factors(config)
         all_headers, layouts = checkpoint.headers(), architecture.layouts(config)
         headers = {name: all_headers[name] for name in names}
-        kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
-        names_in_gguf = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+        number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+        names_in_gguf = gguf.get_tensor_name_map(number, config.num_hidden_layers)
         sources = _sources(headers, checkpoint.folder)
         if config.tie_word_embeddings and (head := sources.pop("lm_head.weight", None)) is not None:
             sources.setdefault("model.embed_tokens.weight", head)  # readers take the embedding for the head
@@ -114,13 +114,13 @@ class Tensors:
             if len(source.pieces) > 1:
                 in_gguf += ".weight"  # `name` has no such suffix if experts were joined
             part = in_block(in_gguf)
-            is_exact = len(source.shape) == 1 or part in _IN_FLOAT32
-            chosen = torch.float32 if is_exact else dtype or dtype_of(headers[source.pieces[0].tensor])
-            if chosen not in _KINDS:
+            is_in_float32 = len(source.shape) == 1 or part in _IN_FLOAT32
+            tensor_dtype = torch.float32 if is_in_float32 else dtype or dtype_of(headers[source.pieces[0].tensor])
+            if tensor_dtype not in _DTYPE_NAMES:
                 raise ConfigError(
-                    f"{checkpoint.folder}: the tensor {name} has the dtype {chosen}; choose another: --dtype"
+                    f"{checkpoint.folder}: the tensor {name} has the dtype {tensor_dtype}; choose another: --dtype"
                 )
-            self._tensors.append(_Tensor(in_gguf, source, chosen, layouts.get(part)))
+            self._tensors.append(_Tensor(in_gguf, source, tensor_dtype, layouts.get(part)))
 
     def announce(self, writer: Any) -> None:
         """Add the names, shapes and dtypes of all tensors to a writer."""
@@ -129,7 +129,7 @@ class Tensors:
         kinds = gguf.GGMLQuantizationType
         for each in self._tensors:
             num_bytes = each.shape.numel() * each.dtype.itemsize
-            writer.add_tensor_info(each.name, each.shape, None, num_bytes, kinds[_KINDS[each.dtype]])
+            writer.add_tensor_info(each.name, each.shape, None, num_bytes, kinds[_DTYPE_NAMES[each.dtype]])
         for name, factors in self._factors.items():
             writer.add_tensor_info(name, factors.shape, None, factors.nbytes, kinds.F32)
 

@@ -85,8 +85,8 @@ def read_tokenizer(folder: Path, vocab_size: int, generation_config: Any) -> Tok
         )
     special = read_special_tokens(opened, folder, vocab_size, generation_config)
     notes = [*leave_out(described, vocab_size), *notes_on_added(described["added_tokens"])]
-    read = _with_byte_fallback if model["byte_fallback"] else _byte_level
-    tokenizer = read(described, special, folder, vocab_size)
+    build = _with_byte_fallback if model["byte_fallback"] else _byte_level
+    tokenizer = build(described, special, folder, vocab_size)
     if len(set(tokenizer.tokens)) < len(tokenizer.tokens):  # in llama.cpp's form of texts
         raise ModelNotSupportedError(f"{folder}: two tokens have the same text, with which llama.cpp opens no file")
     return replace(tokenizer, notes=[*tokenizer.notes, *notes, *special.notes])
@@ -185,7 +185,7 @@ def _pattern(before: list[dict[str, Any]]) -> str | None:
             return DIGITS
         case [{"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}]:
             return pattern
-        # Of expressions that match all text, as those that have a name do, the same.
+        # The same split by an expression that matches all text, as all expressions with a name do.
         case [{"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Removed", "invert": True}]:
             return pattern
     return ""
@@ -249,7 +249,7 @@ def _groups_by_token(pairs: list[tuple[str, ...]]) -> Iterator[list[tuple[str, .
     of spaces, which it sorts by the lengths of the pairs.
     """
     last_index = {"".join(pair): index for index, pair in enumerate(pairs)}  # of a merge of each token
-    start = end = 0
+    start = end = 0  # of the group: its first merge, and the last merge of any of its tokens
     for index, pair in enumerate(pairs):
         if index > end:
             yield pairs[start:index]
@@ -269,9 +269,9 @@ def _space_prefix(described: dict[str, Any], folder: Path) -> tuple[bool, list[s
     if normalizers == [_REPLACE] and splits in ([], [_SPLIT]):
         return False, []
     if not normalizers and [part["type"] for part in splits] == ["Metaspace"]:
-        space = splits[0]
-        if space["replacement"] == _SPACE and space.get("split") is False:
-            scheme = space.get("prepend_scheme", "always")
+        metaspace = splits[0]
+        if metaspace["replacement"] == _SPACE and metaspace.get("split") is False:
+            scheme = metaspace.get("prepend_scheme", "always")
             if scheme == "never":
                 return False, []
             note = "before text that begins with a space, llama.cpp adds one more than the tokenizer"
@@ -280,7 +280,7 @@ def _space_prefix(described: dict[str, Any], folder: Path) -> tuple[bool, list[s
 
 
 def _parts(described: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Return the parts of a normalizer or splitter: those that it has under ``key``, or itself; none if there is no such thing."""
+    """Return the parts of a normalizer or splitter: its items under ``key``, or else itself; none if it is None."""
     if described is None:
         return []
     parts: list[dict[str, Any]] = described.get(key, [described])
