@@ -63,6 +63,7 @@ class _LazyCommand(TyperCommand):
 
     @exits
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **extra: Any) -> Any:
+        """Import the function of the command, and parse the arguments as a typer command made of this function does."""
         require_texts(args)
         if self.name in _STARTS_THREADS:
             require_threads()

@@ -21,13 +21,13 @@ def checkpoints(
     from horizon_lm.common.run_folders import MANIFEST, is_checkpoint
     from horizon_lm.runs.checkpoints.manifest import read_manifest, verify
 
-    found = [folder] if is_checkpoint(folder) else sorted(folder.glob("checkpoint-*"), key=_step)
+    folders = [folder] if is_checkpoint(folder) else sorted(folder.glob("checkpoint-*"), key=_step)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder{near_path(folder)}")
-    if not found:
+    if not folders:
         raise ConfigError(f"{folder} has no checkpoints")
-    damaged = 0
-    for path in found:
+    num_damaged = 0
+    for path in folders:
         if not is_checkpoint(path):
             print(visible(f"{path.name}  a model without the optimizer's state; a run cannot be resumed from it"))
             continue
@@ -36,15 +36,15 @@ def checkpoints(
             if not quick:
                 verify(path, manifest)
         except ConfigError as error:
-            damaged += 1
+            num_damaged += 1
             print(visible(f"{path.name}  DAMAGED: {first_line(error)}"))
             continue
         size = format_bytes(manifest.num_bytes)
         written = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
         state = "complete" if quick else "verified"
         print(visible(f"{path.name}  step {manifest.step}  {size}  {written}  {manifest.precision}  {state}"))
-    if damaged:
-        raise ConfigError(f"{damaged} of {len(found)} checkpoints in {folder} cannot be used; remove them")
+    if num_damaged:
+        raise ConfigError(f"{num_damaged} of {len(folders)} checkpoints in {folder} cannot be used; remove them")
 
 
 def _step(path: Path) -> tuple[int, str]:

@@ -64,7 +64,7 @@ def exits(command: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt:
             raise _interrupted() from None
         except Exception as error:
-            if arrived_signal():  # which code may turn into an error of its own, as numpy does while it is imported
+            if arrived_signal():  # other code may replace KeyboardInterrupt by an error, as numpy does on import
                 raise _interrupted() from None
             if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
                 raise
@@ -96,17 +96,18 @@ def require_options(command: str, arguments: Sequence[str], options: Iterable[st
     from horizon_lm.runs.config.foreign.tables import remedies
     from horizon_lm.runs.config.run import SCHEMAS
 
-    own = {option.removeprefix("--").replace("-", "_"): option for option in options}
+    own_options = {option.removeprefix("--").replace("-", "_"): option for option in options}
     settings = {name for schema in SCHEMAS.values() for name in schema.model_fields}
-    known = own.keys() | settings | remedies().keys()  # names of other trainers, too, which have messages of their own
+    known = own_options.keys() | settings | remedies().keys()  # names of other trainers have other messages
+    # The placeholder stands for the value of an option that comes last.
     for each, following in pairwise((*arguments, "RUN.yaml")):
         name, equals, value = each.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if each.startswith("--") and name in ("config", "config_file"):
             file = shlex.quote(value if equals else following)
             raise ConfigError(f"--{name} is not an option; write horizon-lm {command} {file}")
-        if each.startswith("--") and name not in known and (close := closest_setting(name, own)):
-            raise ConfigError(f"--{name} is neither an option nor a setting; did you mean {own[close]}?")
+        if each.startswith("--") and name not in known and (close := closest_setting(name, own_options)):
+            raise ConfigError(f"--{name} is neither an option nor a setting; did you mean {own_options[close]}?")
 
 
 def _print_error(text: str) -> None:
@@ -139,7 +140,7 @@ def run_arguments(tokens: Iterable[str] | None, **options: str | None) -> tuple[
     """Return the run file, if any, and the overrides, among them the options of the command that are set.
 
     Raises:
-        ConfigError: what stands in the place of the run file is no file, and not named like one.
+        ConfigError: the argument in the place of the run file is no file, and not named like one.
     """
     from horizon_lm.runs.config.load import split_arguments
 
@@ -194,7 +195,7 @@ def find_model(
     name: str, base: str | None, device: str, device_memory: int | None, precision: str, gguf_file: str | None,
     trust_remote_code: bool, allow_unproven_model: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return the request to open a model, and its tokenizer; no weights are read. The arguments are those of the commands.
+    """Return the request to open a model, and its tokenizer; no weights are read. The arguments have the names of the commands' options.
 
     Raises:
         ConfigError: ``name`` or ``base`` is not found or no model, or there is no such device or no tokenizer.
@@ -210,9 +211,9 @@ def find_model(
     try:
         folder: Path = local_folder(name)
     except ConfigError as error:
-        run = (Path(name).expanduser() if exists(name) else Path(name)).parent
-        is_of_run = exists(str(run / "metrics.jsonl")) and not exists(str(run / "model"))
-        hint = f"; the run in {run} has not exported its model yet" if is_of_run else ""
+        parent = (Path(name).expanduser() if exists(name) else Path(name)).parent
+        is_of_run = exists(str(parent / "metrics.jsonl")) and not exists(str(parent / "model"))
+        hint = f"; the run in {parent} has not exported its model yet" if is_of_run else ""
         raise ConfigError(f"{error}{hint}") from error
     base_folder = find_base(base)
     request = OpenRequest(

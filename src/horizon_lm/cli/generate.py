@@ -60,8 +60,9 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             super().on_finalized_text(visible(text), stream_end)
 
-    prompt = inputs["input_ids"].shape[1]
-    cache = Generation(rows=1, prompt=prompt, length=prompt + max_new_tokens - 1)
+    prompt_length = inputs["input_ids"].shape[1]
+    # The last token of the answer is not read again, so the cache does not hold it.
+    cache = Generation(rows=1, prompt=prompt_length, length=prompt_length + max_new_tokens - 1)
     print(forward_of(model).generation.describe(cache), file=sys.stderr, flush=True)
     torch.manual_seed(seed)
     with generation_settings(model, max_new_tokens, padding_id(tokenizer), temperature):

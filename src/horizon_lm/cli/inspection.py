@@ -129,39 +129,40 @@ def _in_words(value: Any) -> str:
 def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
     """Print the first rows of a batch."""
     num_sequences, length = batch.input_ids.shape
-    per_row = num_sequences // len(batch.places)
-    count = counted(len(batch.places), "row") + ("" if per_row == 1 else f", {num_sequences} answers")
+    answers_per_row = num_sequences // len(batch.places)
+    count = counted(len(batch.places), "row") + ("" if answers_per_row == 1 else f", {num_sequences} answers")
     console.print(f"batch {step + 1}: {count} of {counted(length, 'token')}, {batch.num_trained:,} trained on")
     console.print("trained tokens are green, or between [[ and ]] without colour; special tokens are shown verbatim\n")
     for index in range(min(num_rows, len(batch.places))):
-        for answer in range(per_row):
-            name = "" if per_row == 1 else (", chosen", ", rejected")[answer]
+        for answer in range(answers_per_row):
+            name = "" if answers_per_row == 1 else (", chosen", ", rejected")[answer]
             console.print(Text(visible(f"{batch.places[index]}{name}"), style="underline"))
             num_tokens = len(inspection.data.training.packed[batch.rows[index]].sequences[answer].ids)
             sequence = index + answer * len(batch.places)  # all chosen answers come before all rejected ones
-            console.print(_tokens(console, inspection.tokenizer, batch, sequence, num_tokens), "\n")
+            console.print(_render_sequence(console, inspection.tokenizer, batch, sequence, num_tokens), "\n")
 
 
-def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_tokens: int) -> Text:
+def _render_sequence(console: Console, tokenizer: Any, batch: Batch, index: int, num_tokens: int) -> Text:
     """Render one sequence of a batch, whose first ``num_tokens`` tokens are not padding."""
     ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
     positions = [1] * len(ids) if batch.position_ids is None else batch.position_ids[index].tolist()
-    special, text = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text()
+    special_ids, text = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text()
     # For each token: the number of its example in a packed row, and what decides its style.
     examples = accumulate(int(position == 0) for position in positions)
-    tokens = [
-        (example, label != IGNORE_INDEX, token in special)
+    keys = [
+        (example, label != IGNORE_INDEX, token in special_ids)
         for example, label, token in zip(examples, labels, ids, strict=True)
     ]
-    last, was_trained = 0, False
-    for (example, trained, is_special), run in groupby(range(num_tokens), key=tokens.__getitem__):
-        if example != last and text:
+    last_example, was_trained = 0, False
+    # Adjacent tokens of one example and one style are decoded and shown together.
+    for (example, trained, is_special), places in groupby(range(num_tokens), key=keys.__getitem__):
+        if example != last_example and text:
             text.append("\n-- next example in this packed row --\n", style="cyan")
         if console.color_system is None and trained != was_trained:
             text.append("[[" if trained else "]]")
-        last, was_trained = example, trained
+        last_example, was_trained = example, trained
         style = f"{_TRAINED if trained else _CONTEXT} {_SPECIAL if is_special else ''}".strip()
-        text.append(visible(tokenizer.decode([ids[place] for place in run])), style=style)
+        text.append(visible(tokenizer.decode([ids[place] for place in places])), style=style)
     if console.color_system is None and was_trained:
         text.append("]]")
     if num_tokens < len(ids):

@@ -47,20 +47,20 @@ def plan_largest(
         progress: called with a line about each search.
     """
     path, overrides = run_arguments(arguments)
-    fixed = parse_overrides(overrides).keys() & {
+    given = parse_overrides(overrides).keys() & {
         "model_name_or_path",
         *(key for mode in MODES.values() for key in mode),
     }
-    if fixed:
-        raise ConfigError(f"--largest tries all models and modes; remove --{sorted(fixed)[0]}")
+    if given:
+        raise ConfigError(f"--largest tries all models and modes; remove --{sorted(given)[0]}")
     hardware = other_hardware(device)
     if device is not None and hardware is None:
         overrides = [*overrides, "--device", device]
     amounts: Sequence[tuple[str | None, int | None]] = read_amounts(host_memory) or [(None, None)]
     runs = {}
     for mode, settings in MODES.items():
-        chosen = [text for key, value in settings.items() for text in (f"--{key}", value)]
-        runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *chosen], without_rows=True)
+        of_mode = [text for key, value in settings.items() for text in (f"--{key}", value)]
+        runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *of_mode], without_rows=True)
     search = _Search()
     rows: list[dict[str, Any]] = []
     for amount, num_bytes in amounts:
@@ -69,8 +69,8 @@ def plan_largest(
             progress(f"planning... {len(rows) * len(MODES) + len(largest) + 1} of {len(amounts) * len(MODES)}: {mode}")
             limited = run if num_bytes is None else run.model_copy(update={"host_memory": num_bytes})
             placed, machine = place_run(limited, hardware, size)
-            found = search.largest(placed, machine, size)
-            largest[mode] = [{"name": known.name, "parameters": known.parameters} for known in found]
+            models = search.largest(placed, machine, size)
+            largest[mode] = [{"name": known.name, "parameters": known.parameters} for known in models]
         limit = machine.host_limits[0]  # of a machine that is the same in all modes
         rows.append({"host_memory": amount or f"{format_bytes(limit.bytes)} ({limit.name})", "largest": largest})
     # All modes have the same steps, so the last one's are shown.
@@ -103,7 +103,7 @@ class _Search:
         for known in self._known:
             if _least_bytes(run, known.parameters) // shard.count > machine.host_limits[0].bytes:
                 continue
-            # Adapters are trained on weights as they were published, all weights once they are decoded.
+            # Adapters are trained on quantized weights as they were published; all weights can only be trained once they are decoded.
             decoded = known.quantization is not None and not run.use_peft
             run = run.model_copy(update={"model_name_or_path": known.name, "dequantize": decoded})
             source = self._open(run)

@@ -16,7 +16,7 @@ from horizon_lm.runs.training.printing import drop_stdout, print_to_stderr
 
 
 def leave(code: int) -> NoReturn:
-    """Wait for all threads, run what is registered for the end, and end the process, as `multiprocessing` ends a child."""
+    """Wait for all threads, run the functions that are registered for the end, and end the process, as `multiprocessing` ends a child."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     code = code or flush_stdout("")

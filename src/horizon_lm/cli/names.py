@@ -7,7 +7,7 @@ from horizon_lm.planning.arithmetic.catalog import published
 
 
 def name_lines() -> Iterator[str]:
-    """Yield the names of published profiles and of known models, each with what it is."""
+    """Yield lines: published profiles with their machines, and known models with their sizes and other names."""
     yield "machines, for --device:"
     for name, profile in published().items():
         yield f"  {name:24} {profile.name}"

@@ -1,4 +1,4 @@
-"""Check the name of what a command writes, before anything is read."""
+"""Check the name of a command's output, before anything is read."""
 
 from pathlib import Path
 

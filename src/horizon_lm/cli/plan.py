@@ -33,7 +33,7 @@ def _without_advice() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _lines(plans: Sequence[Plan], prices: Prices, details: bool) -> Iterator[str]:
+def _plan_lines(plans: Sequence[Plan], prices: Prices, details: bool) -> Iterator[str]:
     """Yield the lines of a plan and, for quantized weights, of a second plan with decoded ones. Without ``details``, lines about energy are
     only yielded if ``prices`` are given.
     """
@@ -123,6 +123,6 @@ def plan(
         print(json.dumps(content, indent=2))
     else:
         plans = [each.plan for each in (result, *others)]
-        print(fitted("\n".join(_lines(plans, prices, details)), sys.stdout))
+        print(fitted("\n".join(_plan_lines(plans, prices, details)), sys.stdout))
     if not any(each.plan.fits for each in (result, *others)):
         raise does_not_fit(result.plan, result.remedies, is_shown=not as_json)

@@ -61,7 +61,7 @@ def alternative_as_json(other: Result) -> dict[str, Any]:
 
 
 def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
-    """Plan a run for a machine; None for this one. A plan that does not fit is returned, not raised."""
+    """Plan a run for the machine ``hardware``; None for this one. A plan that does not fit is returned, not raised."""
     source = open_source(run)
     notes = _notes_on_weights(run, source)
     loaded, tokenizer, tokenizer_notes = _load_as_training_does(run, source) if hardware is None else ((), None, [])
@@ -70,8 +70,8 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
     del loaded  # only needed while the memory of this process was measured
     num_steps, saves = _steps_and_saves(run, size.num_ranks)
 
-    def with_shard(shard: Shard) -> Plan:
-        """Return the plan of a process that owns this range."""
+    def plan_with(shard: Shard) -> Plan:
+        """Return the plan of a process that owns this range of the weights."""
         return plan_run(
             run,
             source,
@@ -84,16 +84,16 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
         )
 
     shard = own_shard(run, size)
-    plan = with_shard(shard)
+    plan = plan_with(shard)
     remedies = remedies_of(plan, run, source)
-    if plan.host.deficit and shard.count < size.num_ranks and (wider := with_shard(Shard(0, size.num_ranks))).fits:
+    if plan.host.deficit and shard.count < size.num_ranks and (wider := plan_with(Shard(0, size.num_ranks))).fits:
         cost = "the machines share one copy of the model, so its weights cross the network twice a step"
         remedies = [Remedy({"dp_shard_size": size.num_ranks}, cost, wider), *remedies]
     return Result(plan, run.device, remedies)
 
 
 def own_shard(run: RunConfig, size: Size) -> Shard:
-    """Return the range of the first process.
+    """Return the range of the weights that the first process owns.
 
     Raises:
         ConfigError: several processes do not support a setting.
@@ -152,7 +152,7 @@ def _load_as_training_does(run: RunConfig, source: Source) -> tuple[Sequence[obj
 
 
 def place_run(run: RunConfig, hardware: Hardware | None, size: Size) -> tuple[RunConfig, Machine]:
-    """Return the run with its device resolved, and the machine to plan for, or the share of one process."""
+    """Return the run with its device resolved, and the machine to plan for, cut to the share of one process."""
     if hardware is None:
         run = run.model_copy(update={"device": choose_device(run.device, _ELSEWHERE)})
         return run, this_machine(run, num_processes=size.gpus)
