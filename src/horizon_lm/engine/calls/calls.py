@@ -33,7 +33,7 @@ def modal_inputs(call: Mapping[str, Any]) -> list[str]:
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return the arguments of a call by name. Those that the method takes by ``**kwargs`` are among them.
+    """Return the arguments of a call by name, the entries of ``**kwargs`` beside the named parameters.
 
     Args:
         signature: of the model's own forward method.
@@ -42,15 +42,15 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: di
     # None stands for the model, the first parameter, which is left out afterwards.
     bound = signature.bind(None, *args, **kwargs).arguments
     bound.pop(next(iter(signature.parameters)))
-    extra = {p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD}
-    call = {k: v for k, v in bound.items() if k not in extra}
-    for name in extra & set(bound):
+    variadic = {p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD}
+    call = {k: v for k, v in bound.items() if k not in variadic}
+    for name in variadic & set(bound):
         call |= bound[name]
     return call
 
 
 def shape_of(call: Call) -> tuple[int, int]:
-    """Return the rows B and the tokens T of a row, of ids (B, T) or embeddings (B, T, H). Raise ValueError if there are neither."""
+    """Return (B, T), the rows and the tokens of a row, of ids (B, T) or embeddings (B, T, H); raise ValueError without either."""
     tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if tokens is None:
         raise ValueError("give input_ids or inputs_embeds")
@@ -58,15 +58,15 @@ def shape_of(call: Call) -> tuple[int, int]:
     return rows, length
 
 
-def prepare(engine: Engine, call: Call) -> Batch:
+def prepare_batch(engine: Engine, call: Call) -> Batch:
     """Return the batch of a call, with its tensors on the device and its documents, if attention needs them."""
     rows, length = shape_of(call)
     config = engine.parts.model.config.get_text_config()
     # Before anything is sent, because padding is read from the mask on the host.
     attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
     device = engine.device.torch_device
-    # Segments are found on the host, from the caller's own tensors, which may be there already: copying back what was sent
-    # would make the host wait.
+    # Segments are found on the host, from the caller's own tensors, which may be on the host already: reading back the copies
+    # that `send` makes below would make the host wait.
     segments = attention.segments_of_call(call, device) if config._attn_implementation == attention.NAME else None
     arguments = Tree(call)  # masks may be in a dict, by kind of layer
     sent = arguments.rebuild([send(tensor, device) for tensor in arguments.tensors])
@@ -101,12 +101,12 @@ def require_supported(batch: Batch, most_rows: int, name: str, takes_images: boo
 
 
 def choose_cache(call: Call, recording: bool) -> None:
-    """Turn off the cache of keys and values in a call that does not ask for it. Raise StreamingError for a cache in training."""
+    """Set ``use_cache`` to False in a call that asks for no cache of keys and values. Raise StreamingError for a cache in training."""
     cache = cache_of(call)
     # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
     if call.get("use_cache") is None and (recording or cache is None):
         call["use_cache"] = False
-    # Also if nothing is recorded: a trained prefix is not among the inputs and parameters that decide that.
+    # Rejected even if nothing is recorded: inputs and parameters decide that, and a trained prefix is neither.
     if torch.is_grad_enabled() and is_differentiable_cache(cache):
         raise StreamingError(
             "past_key_values need gradients, as in PEFT's prefix tuning, which is not streamed; use LoRA, or prompt tuning"

@@ -23,7 +23,7 @@ from horizon_lm.errors import MissingLogitsError, TokenError
 from horizon_lm.model.block_template import has_foreign_hooks
 from horizon_lm.model.head_path import AUXILIARY
 
-_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # each chunk gets its own
+_LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch")  # each chunk gets its own
 # Arguments of the decoder, which chunks do not call.
 _DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
 
@@ -40,11 +40,11 @@ class ChunkedForward:
     def __init__(self, head: ChunkedLmHead, signature: inspect.Signature, call_model: Callable[..., Any]) -> None:
         self.head, self._parts, self._call_model = head, head.engine.parts, call_model
         self._parameters = signature.parameters
-        self._loss_parameters = inspect.signature(head.path.loss_function).parameters.keys() - set(_OF_THE_LOSS)
+        self._loss_parameters = inspect.signature(head.path.loss_function).parameters.keys() - set(_LOSS_ARGUMENTS)
 
     def fits(self, call: Call) -> bool:
-        """Return whether chunks compute the values that the model would: its loss function was not replaced and gets no argument of
-        the caller, and no module that chunks call with other inputs has hooks.
+        """Return whether chunks give the model's own values: its loss function was not replaced and gets no argument of the caller,
+        and no module that is called once per chunk, and not once per batch, has hooks of other code.
         """
         parts, path = self._parts, self.head.path
         # Only the function that the trial of the path saw is known to be a sum over tokens.
@@ -61,7 +61,7 @@ class ChunkedForward:
         self, calls: list[Call], outer: dict[str, torch.Tensor], inputs: list[LossInputs],
         statistics: TokenStatistics | None,
     ) -> list[Any]:  # fmt: skip
-        """Run the trunk once over whole batches, then norm, head and loss over chunks of their trained tokens."""
+        """Run the trunk once over whole batches, then norm, head and loss over chunks of their trained tokens. Return each output."""
         outputs, hidden = self._run_trunk(calls)
         runs = [
             LossRun(self.head, each, self._head_options(call), statistics)
@@ -91,26 +91,26 @@ class ChunkedForward:
     def _compute(
         self, runs: Sequence[ChunkedRun], hidden: Sequence[torch.Tensor], outer: dict[str, torch.Tensor]
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Compute the chunks of all batches, from their hidden states (B, T, H). Return the results of each run."""
+        """Compute the chunks of all batches from hidden states (B, T, H). Reject labels of another shape. Return each run's results."""
         for run, states in zip(runs, hidden, strict=True):
             if states.shape[:2] != run.inputs.labels.shape:
                 raise TokenError(
                     f"labels have shape {tuple(run.inputs.labels.shape)}, but the model computed "
                     f"{tuple(states.shape[:2])} tokens"
                 )
-        used = {name: outer[name] for name in self.head.outer_names()}
-        return compute_runs(self.head.head, self.head.engine.recording, runs, hidden, used)
+        outer_of_chunks = {name: outer[name] for name in self.head.outer_names()}
+        return compute_runs(self.head.head, self.head.engine.recording, runs, hidden, outer_of_chunks)
 
     def _run_trunk(self, calls: Sequence[Call]) -> tuple[list[Any], list[torch.Tensor]]:
-        """Run the model without its head for each call. Return the outputs, and the hidden states (B, T, H)."""
+        """Run the model without its head for each call. Return the output and the hidden states (B, T, H) of each."""
 
         def run(call: Call) -> tuple[Any, torch.Tensor]:
             # Both in the same thread: calls in lock-step have a thread each, by which they find their own hidden states.
             return self._call_model(**call), self.head.take_hidden()
 
         with self.head.without_head(with_norm=any(map(self._needs_normed_hidden, calls))):
-            ran = run_together([partial(run, call) for call in calls])
-        return [output for output, _ in ran], [hidden for _, hidden in ran]
+            results = run_together([partial(run, call) for call in calls])
+        return [output for output, _ in results], [hidden for _, hidden in results]
 
     def _needs_normed_hidden(self, call: Call) -> bool:
         """Return whether the caller or a hook uses the last hidden states, so that the final norm must be computed."""
@@ -124,9 +124,9 @@ class ChunkedForward:
         return bool(config.output_hidden_states or config.get_text_config().output_hidden_states)
 
     def _head_options(self, call: Call) -> dict[str, Any]:
-        """Return the arguments, besides a chunk's own (`_OF_THE_LOSS`), with which the model is called for each chunk."""
-        known = {*self._parameters, *_DECODER_ONLY, *_OF_THE_LOSS}
-        # Those that the model's signature does not name reach the loss function through **kwargs. Those that it names describe whole
+        """Return the arguments that all chunks of a call share: those without `_LOSS_ARGUMENTS`, of which each chunk has its own."""
+        known = {*self._parameters, *_DECODER_ONLY, *_LOSS_ARGUMENTS}
+        # Arguments that the model's signature does not name reach the loss function through **kwargs. The named ones describe whole
         # rows, which chunks do not have.
         options = {k: v for k, v in call.items() if k not in known}
         # The pass over the whole batch has added the auxiliary loss already; each chunk would add it again.

@@ -76,18 +76,18 @@ class GenerationMemory:
         needed = self._probe.measure(generation)
         beside_buffers = needed.cache - sum(map(layer_bytes, cache.layers)) + needed.working
         available = int(spare * (1 - DEVICE_MARGIN)) + engine.device.counters.allocated_total
-        # The graphs of a forward pass that awaits its backward pass rely on the present blocks.
+        # The graphs of a forward pass that awaits its backward pass rely on the present blocks, so none of these is given up then.
         fewest = engine.residency.weights if engine.between.awaits_backward() else 0
         resident = engine.residency.weights
         while resident > fewest and self._buffer_bytes(generation, resident) + beside_buffers > available:
             resident -= 1
         buffers = self._buffer_bytes(generation, resident)
         self.peak = buffers + beside_buffers
-        error = self._error(generation, needed, buffers, available) if self.peak > available else ""
-        self._agree(resident, error)
+        error = self._shortage(generation, needed, buffers, available) if self.peak > available else ""
+        self._limit_residency(resident, error)
 
-    def _agree(self, resident: int, error: str) -> None:
-        """Keep as few blocks resident as the rank with the least memory, or raise its error on all ranks.
+    def _limit_residency(self, resident: int, error: str) -> None:
+        """Change the residency to as few blocks as the rank with the least memory can keep, or raise its error on all ranks.
 
         Args:
             resident: blocks that may stay resident on this rank.
@@ -95,11 +95,11 @@ class GenerationMemory:
         """
         engine = self._engine
         own = (resident, error)
-        everyone = engine.mesh.exchange("the room for a key-value cache", own)
-        for _, message in everyone:
+        rooms = engine.mesh.exchange("the room for a key-value cache", own)
+        for _, message in rooms:
             if message:
                 raise DeviceMemoryError(message)
-        kept = min(weights for weights, _ in everyone)
+        kept = min(weights for weights, _ in rooms)
         if kept < engine.residency.weights:
             before = engine.residency
             engine.change_residency(replace(before, weights=kept, graphs=min(before.graphs, kept)))
@@ -110,15 +110,16 @@ class GenerationMemory:
         engine, prompt_tokens = self._engine, generation.rows * generation.prompt
         settings = replace(buffer_settings(engine, prompt_tokens, offloaded=0), resident=resident)
         planned = buffer_bytes(engine.tiles, BufferTable(engine.tiles, settings.options), settings)
+        # No backward pass follows, so no gradients.
         needed = {kind: num_bytes for kind, num_bytes in planned.items() if "grad" not in kind}
         allocated = engine.device.counters.allocated
-        of_blocks = ("weight_slots", "resident_weights")  # those whose size follows the number of resident blocks
+        of_blocks = ("weight_slots", "resident_weights")  # kinds whose size follows the number of resident blocks
         return sum(
             needed.get(kind, 0) if kind in of_blocks else max(needed.get(kind, 0), allocated[kind])
             for kind in {*needed, *allocated}
         )
 
-    def _error(self, generation: Generation, needed: GenerationBytes, buffers: int, available: int) -> str:
+    def _shortage(self, generation: Generation, needed: GenerationBytes, buffers: int, available: int) -> str:
         """Return the message of the error for a call that does not fit."""
         assert self.peak is not None
         return (

@@ -28,7 +28,7 @@ class JointCalls:
     def __init__(self, model: Any, adapter_params: Collection[int]) -> None:
         self._model, self._has_adapters = weakref.ref(model), bool(adapter_params)
         self.switches_per_call = False
-        self._adapters_at_begin: Any = None  # their state when the running lock-step began
+        self._adapters_at_begin: Any = None  # which adapters were active when the running lock-step began
         # Held weakly by the lock-step, so a model that is dropped takes its watcher along.
         watch_locksteps(self)
 
@@ -38,7 +38,7 @@ class JointCalls:
         Raises:
             StreamingError: adapters were switched in a function of a lock-step, where the others would see it.
         """
-        # Calls meet if one pass can compute them: with the same model, with or without gradients, and of one kind.
+        # Calls at the same point are computed in one pass: of one model, all with or all without gradients, and of one kind.
         point = (id(self), torch.is_grad_enabled(), kind)
         # Outside of a lock-step (caller 0) a call is alone, so nobody else sees its switches; without adapters there are none.
         if caller_id() == 0 or not self._has_adapters:
@@ -47,22 +47,22 @@ class JointCalls:
             # The code around this call may have switched adapters for it, and switches them back afterwards.
             return compute_alone(lambda: compute([call])[0])
         adapters = ActiveAdapters(self._model())
-        state = adapters.read()
-        if not self.switches_per_call and state != self._adapters_at_begin:
+        active = adapters.read()
+        if not self.switches_per_call and active != self._adapters_at_begin:
             raise StreamingError(
                 "adapters were switched in one of the functions of run_together, where the others would see it; switch them "
                 "around run_together, or compute this call under torch.no_grad()"
             )
 
         def compute_with_adapters(calls: list[Call]) -> list[Any]:
-            with adapters.set_to(state):
+            with adapters.set_to(active):
                 return compute(calls)
 
-        return batched_call((*point, state), call, compute_with_adapters)
+        return batched_call((*point, active), call, compute_with_adapters)
 
     @contextmanager
     def in_lockstep(self) -> Iterator[None]:
-        """Context manager: remember which adapters were active when the lock-step began."""
+        """Context manager: remember which adapters are active now, at the begin of a lock-step, in the model's present `JointCalls`."""
         present = self._present()  # only now, because PEFT may have changed the adapters since this object was made
         before, model = present._adapters_at_begin, present._model()
         if present._has_adapters and not present.switches_per_call and model is not None:
@@ -77,7 +77,8 @@ class JointCalls:
         model = self._model()
         if model is None or "_horizon" not in vars(model):  # it is being attached
             return self
-        with suppress(HorizonError):  # raised where the model is used
+        # Reading `_horizon` attaches the model again; its errors are raised where the model is used.
+        with suppress(HorizonError):
             return model._horizon.joint  # type: ignore[no-any-return]
         return self
 

@@ -23,8 +23,8 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.model.adapter_layers import is_adapter_layer
 from horizon_lm.model.functional import in_place
 
-_METHODS = ("merge", "unmerge")
-_ADDS = "update_layer"
+_MERGE_METHODS = ("merge", "unmerge")
+_ADD_METHOD = "update_layer"  # gives a layer new adapters
 
 
 # Once per process: the hook is global in torch.
@@ -49,13 +49,13 @@ def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None)
 def _replace_methods(layer: Any, engine: Engine) -> bool:
     """Let a layer merge with plain parameters. Return whether it can merge at all."""
     # The methods of the class, because an instance that was streamed before has the replacements.
-    names = [name for name in _METHODS if callable(getattr(type(layer), name, None))]
+    names = [name for name in _MERGE_METHODS if callable(getattr(type(layer), name, None))]
     for name in names:
         # Weakly, both layer and engine: the layer owns this function, and PEFT may keep the layer longer than the
         # model lives.
-        setattr(layer, name, _merging(layer, name, weakref.ref(engine)))
-    if callable(getattr(type(layer), _ADDS, None)):
-        setattr(layer, _ADDS, _adding(weakref.ref(layer)))
+        setattr(layer, name, _merge_method(layer, name, weakref.ref(engine)))
+    if callable(getattr(type(layer), _ADD_METHOD, None)):
+        setattr(layer, _ADD_METHOD, _add_method(weakref.ref(layer)))
     return bool(names)
 
 
@@ -86,44 +86,47 @@ class MergingLayers:
 
 def _runs_unmerged(layer: Any) -> bool:
     """Return whether a layer computes without its adapters, although they may be merged into its base."""
-    # PEFT's forward methods do so if adapters are disabled; that of trainable tokens also without an active adapter.
+    # PEFT's forward methods do so if adapters are disabled; the one of trainable tokens also if no adapter is active.
     replaces_tokens = hasattr(layer, "trainable_tokens_delta")
     return bool(layer.disable_adapters or (replaces_tokens and not layer.active_adapters))
 
 
-def _adding(layer_ref: "weakref.ref[Any]") -> Callable[..., Any]:
-    """Return a method in the place of PEFT's own that gives a layer new adapters. Base weights that it replaces are copied."""
+def _add_method(layer_ref: "weakref.ref[Any]") -> Callable[..., Any]:
+    """Return a replacement of PEFT's method that gives a layer new adapters: new values of base weights are copied (`copying_data`)."""
 
     def add(*args: Any, **kwargs: Any) -> Any:
         layer = layer_ref()
         with copying_data():
-            return getattr(type(layer), _ADDS)(layer, *args, **kwargs)
+            return getattr(type(layer), _ADD_METHOD)(layer, *args, **kwargs)
 
     return add
 
 
-def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Callable[..., Any]:
-    """Return a method of a layer in the place of PEFT's own, which runs it with plain parameters."""
+def _merge_method(layer: nn.Module, name: str, engine_ref: "weakref.ref[Engine]") -> Callable[..., Any]:
+    """Return a replacement of PEFT's method of this name, which runs that method while the layer has plain parameters."""
     layer_ref = weakref.ref(layer)
 
     def merge(*args: Any, **kwargs: Any) -> Any:
-        own, current = layer_ref(), engine()
-        assert own is not None
-        method = getattr(type(own), name)
-        if current is None:  # the streamed model is gone
-            return method(own, *args, **kwargs)
-        # If PEFT has made new parameters, reading `_horizon` attaches the model with them, which makes another engine.
-        if not all(isinstance(param, StreamedParameter) for param in own.parameters()):
-            current = current.parts.model._horizon.engine
-        with _plain_parameters(own, current):
-            return method(own, *args, **kwargs)
+        live_layer, live_engine = layer_ref(), engine_ref()
+        assert live_layer is not None
+        method = getattr(type(live_layer), name)
+        if live_engine is None:  # the streamed model is gone
+            return method(live_layer, *args, **kwargs)
+        # PEFT has made parameters that are not streamed yet. Reading `_horizon` has a side effect: it attaches the model with them.
+        if not all(isinstance(param, StreamedParameter) for param in live_layer.parameters()):
+            attached_again = live_engine.parts.model._horizon
+            live_engine = attached_again.engine
+        with _plain_parameters(live_layer, live_engine):
+            return method(live_layer, *args, **kwargs)
 
     return merge
 
 
 @contextmanager
 def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
-    """Context manager: give a layer plain parameters with all bits of its weights, and write those that change to the store."""
+    """Context manager: give a layer plain parameters with all bits of its weights, and write the changed ones to the store at the end.
+    Raise StreamingError for a quantized weight.
+    """
     engine.synchronize()  # the values must be those of the last step, and no update may write the slabs meanwhile
     store = engine.store
     places = [

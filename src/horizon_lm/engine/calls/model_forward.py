@@ -89,7 +89,7 @@ class ModelForward:
         self.statistics: TokenStatistics | None = None  # collects statistics of each forward pass with labels
         self.expects_mean_loss = engine.mesh.size > 1  # as DistributedDataParallel takes it
         self.whole_logits = False  # compute all logits at once, because the caller uses them
-        self.replaced = ReplacedForwards(parts, self.blocks, self._forwards(parts))
+        self.replaced = ReplacedForwards(parts, self.blocks, self._replacements(parts))
 
     def reconfigure(self, options: EngineOptions) -> None:
         """Use other options from the next forward on: the micro-batch, the chunks of the head, and what stays on the device.
@@ -117,8 +117,8 @@ class ModelForward:
         blocks.gradient_check = check
         self.engine.after_next_backward = compare
 
-    def _forwards(self, parts: ModelParts) -> dict[nn.Module, Any]:
-        """Return the new forward methods of streamed modules."""
+    def _replacements(self, parts: ModelParts) -> dict[nn.Module, Any]:
+        """Return the replacement of each streamed module's forward method, by module."""
         forwards: dict[nn.Module, Any] = {
             module: weakly(self.blocks.forward, index) for index, module in enumerate(parts.blocks)
         }
@@ -149,7 +149,7 @@ class ModelForward:
 
     def _call_model(self, **kwargs: Any) -> Any:
         """Call the model's original forward method."""
-        # The forward of the class that the model had; that of its present class leads here.
+        # The forward of the class that the model had; the forward of its present class leads here.
         return self._class.forward(self.model, **kwargs)
 
     @property
@@ -176,12 +176,12 @@ class ModelForward:
             return self._forward(arguments_of(self._signature, args, kwargs))
 
     def _forward(self, call: Call) -> Any:
-        """Compute a call, together with others in lock-step; its loss in chunks if that is possible."""
+        """Compute a call, together with the calls that are in lock-step with it; with labels, in chunks if that is possible."""
         has_labels = call.get("labels") is not None  # `shift_labels` alone gives no loss, as in transformers
         if self.expects_mean_loss and has_labels and torch.is_grad_enabled():
             self._check_loss_scale(call)
         chunked = self._chunked_for(call) if has_labels else None
-        run = partial(self._whole_logits, has_labels) if chunked is None else partial(self._chunked_losses, chunked)
+        run = partial(self._run_whole, has_labels) if chunked is None else partial(self._run_chunked, chunked)
         # Chunked and whole losses need different passes, so calls of the two kinds do not meet.
         return self.joint.compute(("loss", chunked is not None), call, run)
 
@@ -201,7 +201,7 @@ class ModelForward:
                 SummedLossWarning,
             )
 
-    def _whole_logits(self, has_labels: bool, calls: list[Call]) -> list[Any]:
+    def _run_whole(self, has_labels: bool, calls: list[Call]) -> list[Any]:
         """Run one forward pass over all calls, with all logits, as the model's own code does. Return the output of each."""
         outputs = self._run(calls, lambda calls, outer: self._runner.call_all(calls))
         if self.statistics is not None and has_labels:
@@ -210,11 +210,11 @@ class ModelForward:
                 self._add_statistics(output.logits, inputs)
         return outputs
 
-    def _chunked_losses(self, chunked: ChunkedForward, calls: list[Call]) -> list[Any]:
+    def _run_chunked(self, chunked: ChunkedForward, calls: list[Call]) -> list[Any]:
         """Run one forward pass over all calls, whose losses are computed in chunks. Return the output of each."""
-        # Chunks have exactly the trained tokens, so a number of last logits, or a tensor of positions, would be ignored.
-        kept = [call.get("logits_to_keep", 0) for call in calls]
-        if any(not isinstance(each, int) or each for each in kept):
+        # Chunks have exactly the trained tokens, so a number of last tokens, or a tensor of their positions, would be ignored.
+        to_keep = [call.get("logits_to_keep", 0) for call in calls]
+        if any(not isinstance(each, int) or each for each in to_keep):
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
         # This takes the labels out of the calls; the pass over the whole batch gets one ignored label for them.
         inputs = [LossInputs.of(call, self.engine.device.torch_device) for call in calls]
@@ -240,8 +240,8 @@ class ModelForward:
         chunked = self._chunked_for(call)
         kind = ("logprobs", chunked is not None, wanted.temperature, *wanted.names)
         with outside_inference_mode():
-            found: TokenLogprobs = self.joint.compute(kind, call, partial(self._logprobs, chunked, wanted))
-        return found
+            result: TokenLogprobs = self.joint.compute(kind, call, partial(self._logprobs, chunked, wanted))
+        return result
 
     def _logprobs(
         self, chunked: ChunkedForward | None, wanted: WantedLogprobs, calls: list[Call]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.calls.calls import Call, choose_cache, prepare, require_supported
+from horizon_lm.engine.calls.calls import Call, choose_cache, prepare_batch, require_supported
 from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import Batch, ForwardRequest
@@ -61,7 +61,7 @@ class PassRunner:
             may_have_head_grads: the head's gradients may be computed in the forward pass.
         """
         engine = self._engine
-        batches = [prepare(engine, call) for call in calls]
+        batches = [prepare_batch(engine, call) for call in calls]
         inputs_need_grad = any(_needs_grad(batch.call.get("inputs_embeds")) for batch in batches)
         # Without anything to differentiate no boundary is kept, as in evaluation.
         recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
@@ -85,7 +85,7 @@ class PassRunner:
             may_have_head_grads=may_have_head_grads and recording and engine.between.head_grads_lease.holder is None,
             draws=engine.parts.model.training,
             caching=caching,
-            routed=frozenset() if recording else self._routed(batches, size, caching),
+            routed=frozenset() if recording else self._selective_blocks(batches, size, caching),
         )
         # The pass is open before the outer parameters load, since their copies are its first operations; outer code
         # reads them in place until the pass ends.
@@ -95,7 +95,7 @@ class PassRunner:
                 return compute([batch.call for batch in batches], outer)
 
     def call_all(self, calls: list[Call]) -> list[Any]:
-        """Run the model's original forward method for each call, unit by unit."""
+        """Run the model's original forward method for each call, in lock-step: each unit is computed for all calls. Return the outputs."""
         # In the order of the batches in the request, by which embedding and blocks find the batch of a call.
         outputs = run_together([partial(self._call_model, **call) for call in calls])
         if len(calls) > 1:
@@ -115,8 +115,8 @@ class PassRunner:
         """Return the tokens of a micro-batch of a batch."""
         return self._engine.options.rows_at_once(batch.rows) * batch.length
 
-    def _routed(self, batches: list[Batch], size: BatchSize, caching: bool) -> frozenset[int]:
-        """Return the blocks whose experts are streamed selectively in a pass without gradients: only those that tokens are routed to."""
+    def _selective_blocks(self, batches: list[Batch], size: BatchSize, caching: bool) -> frozenset[int]:
+        """Return the blocks of which a pass without gradients streams only the experts that its tokens are routed to."""
         engine = self._engine
         # With a cache, blocks run whole and uncompiled, whatever the options are (`ForwardRequest.caching`).
         is_whole = caching or size.tokens_at_once == size.tokens  # the batch is not cut into micro-batches
@@ -133,6 +133,7 @@ class PassRunner:
         """
         dtype, device = self._engine.options.compute_dtype, self._engine.device.torch_device
         head_dtype = self._engine.parts.head_dtype(dtype)
+        # Module, attribute, dtype, and the function that reads rows of the weight; None if the weight cannot be indexed.
         places: list[tuple[Any, str, torch.dtype, Any]] = [
             *((module, name, head_dtype, None) for module, name in self._head.streamed_places()),
             *((table.module, "weight", dtype, table.read) for table in self._tables),

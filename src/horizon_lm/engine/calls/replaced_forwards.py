@@ -24,8 +24,8 @@ class ReplacedForwards:
     def __init__(self, parts: ModelParts, blocks: Blocks, forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
         self._model, self._blocks = weakref.ref(parts.model), blocks
         self._replaced = list(forwards.items())
-        # By module: the forward that other code has put into its dict, which `restore` puts back; None for that of the class.
-        self._own = [(module, module.__dict__.get("forward")) for module in forwards]
+        # Each module, and the forward that other code has set on it, which `restore` puts back; None if it has its class's forward.
+        self._forwards_before = [(module, module.__dict__.get("forward")) for module in forwards]
         self.replace()
         # Without blocks, which compare their own structure when they are bound, and without the model itself, which would
         # close a cycle here and is left to `_root_ids`.
@@ -33,7 +33,7 @@ class ReplacedForwards:
         self._structure = Structure(
             module for module in parts.model.modules() if id(module) not in inside and module is not parts.model
         )
-        self._root = self._root_ids()
+        self._old_root = self._root_ids()
 
     def replace(self) -> None:
         """Replace the forward methods."""
@@ -44,21 +44,19 @@ class ReplacedForwards:
         """Give streamed modules their own forward methods back, and remove the replaced ones from copies of these modules."""
         replaced = {id(forward) for _, forward in self._replaced}
         # Modules that are in the model now: PEFT's copies for `modules_to_save` have the replaced forwards, too.
-        for module in self._present().modules():
+        for module in self._live_model().modules():
             if id(module.__dict__.get("forward")) in replaced:
                 del module.forward
-        for module, forward in self._own:
+        for module, forward in self._forwards_before:
             if forward is not None:
                 module.forward = forward
 
     def is_structure_changed(self) -> bool:
         """Return whether a module or parameter of the model was added, removed or replaced."""
-        return self._root_ids() != self._root or self._structure.is_changed() or self._blocks.is_structure_changed()
+        return self._root_ids() != self._old_root or self._structure.is_changed() or self._blocks.is_structure_changed()
 
     def require_structure(self) -> None:
-        """Raise StreamingError if other code has added, removed or replaced a module or parameter, whose weights would be written
-        under the names that they had.
-        """
+        """Raise StreamingError if other code has changed the modules or parameters, whose weights would be written under old names."""
         if self.is_structure_changed():
             raise StreamingError(
                 "a module or parameter of the model was added, removed or replaced after horizon_lm.stream(), so its weights "
@@ -68,7 +66,7 @@ class ReplacedForwards:
     def require_unchanged(self) -> None:
         """Raise StreamingError if other code has replaced a module, a parameter or a forward method of the model."""
         self._structure.require_unchanged("outside of blocks")
-        if self._root_ids() != self._root:
+        if self._root_ids() != self._old_root:
             raise StreamingError(
                 "a module of the model was added, removed or replaced after horizon_lm.stream(); change the model first, then "
                 "stream it"
@@ -81,15 +79,15 @@ class ReplacedForwards:
                     "an inner module"
                 )
 
-    def _present(self) -> nn.Module:
-        """Return the model, which the caller still uses, so that it exists."""
+    def _live_model(self) -> nn.Module:
+        """Return the model. The reference is weak, but the caller uses the model, so it exists."""
         model = self._model()
         assert model is not None
         return model
 
     def _root_ids(self) -> list[int]:
         """Return the identities of the model's own children and parameters."""
-        model = self._present()
+        model = self._live_model()
         return [*map(id, model._modules.values()), *map(id, model._parameters.values())]
 
 
@@ -110,12 +108,12 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Return a function that runs a module's original forward method, and refers to the module weakly."""
     replaced = module.__dict__.get("forward")
     if replaced is not None:
-        # Other code has replaced it before the model was streamed; its function may refer to the module as it likes.
+        # Other code has set it before the model was streamed; its function may refer to the module strongly, as that code likes.
         return replaced  # type: ignore[no-any-return]
     ref = weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own: Any = ref()
-        return type(own).forward(own, *args, **kwargs)
+        live_module: Any = ref()
+        return type(live_module).forward(live_module, *args, **kwargs)
 
     return forward

@@ -47,7 +47,7 @@ class WantedLogprobs(NamedTuple):
     names: Sequence[str]
 
 
-WANTED = "_horizon_lm_logprobs"  # the argument of the model's forward method that has them
+WANTED = "_horizon_lm_logprobs"  # the keyword by which the model's forward method gets a `WantedLogprobs`
 STATISTICS = ("mean", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
 WITHOUT_GRADIENT = ("mean_logits", "log_sum_sq_probs", "is_top1")
 
@@ -99,7 +99,7 @@ def token_logprobs(
             )
         return model._horizon.token_logprobs((), inputs, wanted)  # type: ignore[no-any-return]
     require_adapters_that_stream(model)
-    # By PEFT's model around the streamed one, which puts a prompt before the tokens, or prepares its layers for the call.
+    # Called through PEFT's model around the streamed one, which puts a prompt before the tokens, or prepares its layers.
     return model(**inputs, **{WANTED: wanted})  # type: ignore[no-any-return]
 
 
@@ -107,11 +107,11 @@ def as_token_logprobs(
     names: Sequence[str], values: Sequence[torch.Tensor], shape: torch.Size, aux_losses: Mapping[str, torch.Tensor]
 ) -> TokenLogprobs:
     """Return named values (B * T,) as fields in the shape (B, T) of the labels, with the auxiliary losses."""
-    found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
+    fields = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
     # All values come from one autograd node, which marks every floating-point output as differentiable.
-    for name in found.keys() & set(WITHOUT_GRADIENT):
-        found[name] = found[name].detach()
-    return TokenLogprobs(**found, **aux_losses)
+    for name in fields.keys() & set(WITHOUT_GRADIENT):
+        fields[name] = fields[name].detach()
+    return TokenLogprobs(**fields, **aux_losses)
 
 
 def aux_losses(model: Any, output: Any) -> dict[str, torch.Tensor]:
