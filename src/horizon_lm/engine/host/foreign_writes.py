@@ -40,11 +40,11 @@ class ForeignWrites:
             return
         # Outer parameters and resident blocks are streamed in again, and graphs of the old values are rejected.
         self._store.weights_changed()
-        masters = [name for name in written if self._store.slab_of(name).low is not None]
-        if masters and not with_low_halves:
-            for name in masters:
+        with_lost_bits = [name for name in written if self._store.slab_of(name).low is not None]
+        if with_lost_bits and not with_low_halves:
+            for name in with_lost_bits:
                 self._store.reset_low(name)
-            self._warn(masters)
+            self._warn(with_lost_bits)
 
     def _warn(self, written: list[str]) -> None:
         """Warn once of lost low halves."""
@@ -59,11 +59,11 @@ class ForeignWrites:
         )
 
     def _find_written(self) -> list[str]:
-        """Return the names of written parameters; raise StreamingError for a parameter that points to other memory."""
+        """Return the parameters written since the last call, and remember their versions. Reject one that points to other memory."""
         # Addresses first: a parameter that points elsewhere counts the writes to that memory, not to the store.
         addresses = self._read_addresses()
         if addresses != self._addresses:
-            moved = next(n for n, a, b in zip(self._names, addresses, self._addresses, strict=True) if a != b)
+            moved = next(name for name, a, b in zip(self._names, addresses, self._addresses, strict=True) if a != b)
             raise StreamingError(
                 f"{moved} points to other memory than the model's store (set_, or an assignment to .data by other code), "
                 "so its values would be ignored; copy values with param.data.copy_(values) instead"
@@ -71,7 +71,7 @@ class ForeignWrites:
         versions = self._read_versions()
         if versions == self._versions:
             return []
-        changed = [n for n, a, b in zip(self._names, versions, self._versions, strict=True) if a != b]
+        changed = [name for name, now, old in zip(self._names, versions, self._versions, strict=True) if now != old]
         self._versions = versions
         return changed
 

@@ -35,9 +35,9 @@ class SquaredNorms:
         self._sums[slab] = []
 
     def reporter_of(self, slab: Slab) -> Callable[[SquaredNorm], None]:
-        """Return a function that adds the sum of squares of a landing to that of its slab."""
+        """Return a function that adds the sum of squares of a landing to the sum of its slab."""
         sums = self._sums.get(slab)
-        return (lambda value: None) if sums is None else sums.append  # a change of an unknown sum is useless
+        return (lambda value: None) if sums is None else sums.append  # an unknown sum stays unknown
 
     def forget(self, slab: Slab) -> None:
         """Forget the sum of a slab whose gradients other code may change from now on."""
@@ -67,22 +67,22 @@ class LandingSlots:
         self._store, self._device, self._tied = store, device, parts.tied
         self._dtype = store.precision.grad_dtype
         blocks = [store.units[block(u)] for u in range(parts.num_blocks)]
-        # For each storage: two for blocks, and one for each other unit.
+        # Two slots for blocks and one for each other unit. A slot is a list: one buffer for each storage (`UnitSlabs.of_weights`).
         self._slots = {block(number): self._new_slot(blocks) for number in range(2)}
         for unit in (OUTER,) if parts.tied else (HEAD, OUTER):
             self._slots[unit] = self._new_slot([store.units[unit]] if unit in store.units else [])
         (table,) = store.units[EMBED].plain.layout.entries.values()
-        self._width = table.shape[1]
-        self._rows = self._allocate(0, self._dtype)
+        self._row_width = table.shape[1]
+        self._row_buffer = self._allocate(0, self._dtype)
         self._landed_rows: torch.Tensor | None = None  # (R,)
 
     def _new_slot(self, units: Sequence[UnitSlabs]) -> list[torch.Tensor]:
         """Return a slot for the gradients of any of these units: a buffer for each storage."""
         dtypes = [slab.grads.dtype for slab in self._store.units[OUTER].of_weights]
-        return [self._allocate(*each) for each in zip(landing_numels(units), dtypes, strict=True)]
+        return [self._allocate(numel, dtype) for numel, dtype in zip(landing_numels(units), dtypes, strict=True)]
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new slot, and add its bytes to those of the store."""
+        """Return a new buffer in host memory, and count its bytes in the store."""
         num_bytes = numel * dtype.itemsize
         self._store.num_bytes["landing"] = self._store.num_bytes.get("landing", 0) + num_bytes
         return self._device.host_buffer(num_bytes).view(dtype) if numel else torch.empty(0, dtype=dtype)
@@ -102,24 +102,25 @@ class LandingSlots:
         return [buffer[: length(slab.own_grads)] for buffer, slab in zip(buffers, slabs, strict=True)]
 
     def slot_of_rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
-        """Return the slot (R, H) for the row gradients of an untied embedding. No update may still be reading it.
+        """Return the slot (R, H) for the row gradients of an untied embedding, and remember its rows for `table_grads`. No update may
+        still be reading it.
 
         Args:
             rows: the rows, shape (R,).
             room: rows for which a new slot has room, if one must be allocated.
         """
-        width = self._width
+        width = self._row_width
         numel = (rows.numel() + 1) * width  # and a row of zeros, the gradient of all other rows
-        if numel > self._rows.numel():
+        if numel > self._row_buffer.numel():
             self._release_rows()
-            self._rows = self._allocate(max(numel, (room + 1) * width), self._dtype)
+            self._row_buffer = self._allocate(max(numel, (room + 1) * width), self._dtype)
         self._landed_rows = rows
-        self._rows[rows.numel() * width : numel].zero_()
-        return self._rows[: rows.numel() * width].view(rows.numel(), width)
+        self._row_buffer[rows.numel() * width : numel].zero_()
+        return self._row_buffer[: rows.numel() * width].view(rows.numel(), width)
 
     def _release_rows(self) -> None:
-        """Free the slot for row gradients, which a larger slot replaces."""
-        old, self._rows = self._rows, torch.empty(0, dtype=self._dtype)
+        """Free the buffer of row gradients, which a larger one replaces."""
+        old, self._row_buffer = self._row_buffer, torch.empty(0, dtype=self._dtype)
         if old.numel():
             self._device.synchronize()  # gradients of an earlier backward pass may still be landing in it
             self._store.num_bytes["landing"] -= old.numel() * self._dtype.itemsize
@@ -127,13 +128,13 @@ class LandingSlots:
 
     def table_grads(self) -> TableGrads:
         """Return the landed gradients of the embedding: of the whole table if it is tied, else of the landed rows."""
-        width = self._width
+        width = self._row_width
         if self._tied:
             (table,) = self._store.units[EMBED].layout
             return TableGrads(self._store.grad(table), None)
         assert self._landed_rows is not None
         count = self._landed_rows.numel() + 1  # with the row of zeros that `slot_of_rows` has added
-        return TableGrads(self._rows[: count * width].view(count, width), self._landed_rows)
+        return TableGrads(self._row_buffer[: count * width].view(count, width), self._landed_rows)
 
 
 class HostGrads:
@@ -206,23 +207,23 @@ class HostGrads:
         """
         if self.slots is not None and not self.slots.keeps_slab(unit):
             targets = self.slots.slot_of(unit)  # a slot has one landing, so nothing is added
-            adds = dict.fromkeys(part.grad_layout, False)
+            is_added = dict.fromkeys(part.grad_layout, False)
         else:
             targets = [slab.grads[slab.own_grads] for slab in part.slabs.of_weights]
-            # Usually all gradients of a unit are empty, or none are: then a slab is landed as a whole.
-            adds = {name: not self.is_empty(name) for name in part.grad_layout}
+            # By parameter. Usually all gradients of a unit are empty, or none are: then a slab is landed as a whole.
+            is_added = {name: not self.is_empty(name) for name in part.grad_layout}
         moves: list[Move] = []
         for number, slab in enumerate(part.slabs.of_weights):
             # A target has this rank's range alone, and spans count from the beginning of the slab.
             report, own_start = self.squared_norms.reporter_of(slab), slab.own_grads.start
-            for add, span in part.grad_spans(number, adds):
+            for is_sum, span in part.grad_spans(number, is_added):
                 target = targets[number][span.start - own_start :][: span.numel]
-                moves.append(Land(target, source[number][span.in_slot], report, add=add))
+                moves.append(Land(target, source[number][span.in_slot], report, add=is_sum))
         return moves
 
     def take_rows_to_clear(self, rows: torch.Tensor, is_empty: bool) -> torch.Tensor | slice | None:
-        """Return the rows of the embedding's gradient to zero before a landing; None if the landing is added to the gradient. Remember the
-        landing's rows for the next call.
+        """Return the rows of the embedding's gradient to zero before a landing: their numbers, or a slice of all of them; None if the
+        landing is added to the gradient. Remember the landing's rows for the next call.
 
         The whole gradient (V, H) is too large to zero in every step. So only rows of the last landing are zeroed, without those that this
         landing overwrites: at the end of a step, no computation hides the time that this takes on the host.
@@ -231,14 +232,14 @@ class HostGrads:
             rows: the rows to land, shape (R,).
             is_empty: the gradient is empty, so all other rows must become zero.
         """
-        before, self._table_rows = self._table_rows, None  # unknown, unless set below
+        last_rows, self._table_rows = self._table_rows, None  # unknown, unless set below
         if not is_empty:
             return None
         if self._table_is_exclusive:
             self._table_rows = rows
-        if before is None:  # it is not known which rows are nonzero, so all are zeroed
+        if last_rows is None:  # it is not known which rows are nonzero, so all are zeroed
             return slice(None)
-        return before[~torch.isin(before, rows, assume_unique=True)]
+        return last_rows[~torch.isin(last_rows, rows, assume_unique=True)]
 
     def hand_out(self, unit: Unit) -> None:
         """Record that other code may read and write a unit's gradients from now on."""
@@ -251,8 +252,8 @@ class HostGrads:
     def publish(self, names: Iterable[str]) -> None:
         """Set ``grad`` of these parameters to their gradients in host memory, which may still be landing."""
         for name in names:
-            # A gradient that is there is this memory already, and other code may hold the tensor. Autograd may have set one of its own
-            # during the pass.
+            # A gradient that is set is this memory already, and other code may hold the tensor, so it stays. `is_empty` rejects one that
+            # autograd has set during the pass.
             if self.is_empty(name):
                 set_landing_grad(self._refs[name].param, self._store.grad(name))
 
@@ -267,11 +268,11 @@ class HostGrads:
         except Exception:  # a copy failed, so a gradient is incomplete; after an interrupt, gradients still land
             self._device.cancel(self._running_landings)
             self._running_landings = []
-            self.break_off()
+            self.invalidate()
             raise
         self._running_landings = []
 
-    def break_off(self) -> None:
+    def invalidate(self) -> None:
         """Mark the gradients invalid, because a fault has left some of them incomplete."""
         # A landing that was cut off may have written any rows.
         self.invalid, self._table_rows = True, None

@@ -16,7 +16,7 @@ from horizon_lm.engine.host.same_values import is_wider_copy
 from horizon_lm.errors import MissingQuantStateError, StreamingError
 from horizon_lm.memory.store import Store
 
-_KEEPS = {torch.Tensor.detach, torch.Tensor.requires_grad_}
+_RETURN_SELF = {torch.Tensor.detach, torch.Tensor.requires_grad_}
 _SETTERS = {torch.Tensor.requires_grad_, torch._C.TensorBase.__dict__["requires_grad"].__set__}  # of requires_grad
 _CASTS = {
     torch.Tensor.to, torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half,
@@ -81,17 +81,17 @@ class PackedParameter(StreamedParameter):
                 f"{args[0]._name} is quantized and cannot be trained; train adapters, or decode the weights with dequantize: true in a "
                 "run file, or quantization_config={'dequantize': True}"
             )
-        if func in METADATA or func in _KEEPS or func is torch.empty_like:
+        if func in METADATA or func in _RETURN_SELF or func is torch.empty_like:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            # A detached placeholder would be a tensor without values, and without the methods of this class.
-            return args[0] if func in _KEEPS else result
+            # The placeholder itself: a detached one would be a tensor without values, and without the methods of this class.
+            return args[0] if func in _RETURN_SELF else result
         if func is torch.Tensor.data_ptr:
             raise StreamingError(
                 f"{args[0]._name} is quantized: its values have no memory; call param.decode() for a copy of them"
             )
-        _require_reading(func, args, kwargs)
-        if func in _CASTS and isinstance(args[0], PackedParameter) and _changes_nothing(func, args, kwargs):
+        _require_no_write(func, args, kwargs)
+        if func in _CASTS and isinstance(args[0], PackedParameter) and _is_idle_cast(func, args, kwargs):
             return args[0]
         args, kwargs = tree_map_only(PackedParameter, _DecodedValues.of, (args, kwargs))
         return func(*args, **kwargs)
@@ -120,6 +120,7 @@ class _DecodedValues(torch.Tensor):
 
     @staticmethod
     def _guard(values: torch.Tensor, name: str) -> "_DecodedValues":
+        """Return the values of a weight of this name, as a tensor that rejects writes."""
         guarded = values.as_subclass(_DecodedValues)
         guarded._name = name
         return guarded
@@ -127,32 +128,32 @@ class _DecodedValues(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        _require_reading(func, args, kwargs)
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _DecodedValues)]
+        _require_no_write(func, args, kwargs)
+        decoded = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _DecodedValues)]
         with torch._C.DisableTorchFunctionSubclass():
-            names = {each.untyped_storage().data_ptr(): each._name for each in given}
+            names = {each.untyped_storage().data_ptr(): each._name for each in decoded}
             result = func(*args, **kwargs)
             if isinstance(result, np.ndarray):
-                result.flags.writeable = False
+                result.flags.writeable = False  # a write through numpy would be lost
             return tree_map_only(torch.Tensor, lambda each: _DecodedValues._view(each, names), result)
 
     @staticmethod
     def _view(result: torch.Tensor, names: dict[int, str]) -> torch.Tensor:
-        """Return a result, guarded if it is a view of decoded values, whose weights have these names by the address of their storage."""
+        """Return a result, guarded if it is a view of decoded values. ``names`` has their weights, by the address of the storage."""
         name = names.get(result.untyped_storage().data_ptr())
         return result if name is None else _DecodedValues._guard(result, name)
 
 
-def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_idle_cast(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a cast would return its tensor itself."""
     with torch._C.DisableTorchFunctionSubclass():
         tried = torch.empty(0, dtype=args[0].dtype)
         return func(tried, *args[1:], **kwargs) is tried
 
 
-def _require_reading(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise StreamingError if a function of torch would write to a quantized weight: to its first argument if it works in place, which
-    its name shows, or to ``out``.
+def _require_no_write(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise StreamingError if a function of torch would write to a quantized weight, given as its first argument (a function in place is
+    known by its name) or as ``out``.
     """
     name = getattr(func, "__name__", "")  # torch calls `add_` for ``+=``
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))

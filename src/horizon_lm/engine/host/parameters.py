@@ -105,7 +105,7 @@ class StreamedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Every other function may read or write the memory, which an update, or a checkpoint's writer, may be using.
+        # Every function but these may read or write the memory, which an update, or a checkpoint's writer, may be using.
         if func not in METADATA:
             _hand_out_weights(args)
             if kwargs:
@@ -114,15 +114,15 @@ class StreamedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func not in METADATA and torch.is_grad_enabled():
-            _follow_graph(result, (*args, *(kwargs or {}).values()))
+            _follow_if_in_graph(result, (*args, *(kwargs or {}).values()))
         return result
 
     def follow_accumulation(self) -> None:
-        """Wait, from now on, before torch's own autograd adds to the gradient, as before other code changes it."""
+        """Register a hook, once, that waits until the gradient has landed before torch's own autograd adds to it."""
         if not self._is_followed and self.requires_grad:
-            self._is_followed, this = True, weakref.ref(self)
+            self._is_followed, weak_self = True, weakref.ref(self)
             with torch._C.DisableTorchFunctionSubclass():
-                torch.Tensor.register_hook(self, lambda _: _before_accumulation(this()))
+                torch.Tensor.register_hook(self, lambda _: _before_accumulation(weak_self()))
 
     def owner(self) -> ParameterOwner | None:
         """Return the engine that updates this parameter, or None once the engine is gone."""
@@ -189,7 +189,7 @@ class StreamedParameter(nn.Parameter):
         elif value is None:
             owner.before_grad_is_emptied(self)
         else:
-            owner.hand_out_weight()  # which raises the error for code that uses a part
+            owner.hand_out_weight()  # raises StreamingError, because other ranks have parts of the gradient
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
 
@@ -258,8 +258,8 @@ def _hand_out_weights(values: Iterable[Any]) -> None:
             owner.hand_out_weight()
 
 
-def _follow_graph(result: Any, values: Iterable[Any]) -> None:
-    """Follow the gradients of the streamed parameters among these values, if a graph of other code has been made of them."""
+def _follow_if_in_graph(result: Any, values: Iterable[Any]) -> None:
+    """Let `follow_accumulation` watch the streamed parameters among these values, if a result of other code is in a graph of autograd."""
     results = result if isinstance(result, (list, tuple)) else (result,)
     if any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in results):
         for param in _streamed_in(values):
@@ -281,7 +281,9 @@ _copies_data = False  # True inside `copying_data`
 
 @contextmanager
 def copying_data() -> Iterator[None]:
-    """Context manager: let an assignment to ``.data`` of a weight copy the new values, for code that keeps no tensor of the old ones."""
+    """Context manager: inside, ``param.data = x`` copies x into the weight's memory, for code that keeps no tensor of the old values;
+    outside, only wider casts of the present values are accepted.
+    """
     global _copies_data
     before, _copies_data = _copies_data, True
     try:
@@ -356,12 +358,12 @@ class StandIn(torch.Tensor):
 def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: ParameterOwner) -> None:
     """Turn a parameter into a streamed parameter. It remains the same object and keeps its post-accumulate hooks."""
     require_plain(param)
-    after = param._post_accumulate_grad_hooks
-    if after:
-        # torch would call them before the gradient has landed. It goes on to call those of the last dict that it got, also
-        # after None; handles remove from the dict that they know.
+    hooks = param._post_accumulate_grad_hooks
+    if hooks:
+        # torch would call these hooks before the gradient has landed. It gets an empty dict, because after None it would go on with
+        # the old one; the old dict is kept, from which handles remove their hooks.
         param._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[assignment]
-        param._after_grad = after  # type: ignore[attr-defined]
+        param._after_grad = hooks  # type: ignore[attr-defined]
     param.__class__ = cls
     param._owner = weakref.ref(owner)  # type: ignore[attr-defined]
 
@@ -374,7 +376,7 @@ def require_plain(param: nn.Parameter) -> None:
         )
     if type(param) is not nn.Parameter and not isinstance(param, StreamedParameter):
         raise StreamingError(f"a parameter of type {type(param).__name__} cannot be streamed; load the model plainly")
-    own_hooks = int(getattr(param, "_is_followed", False))  # that of `follow_accumulation`
+    own_hooks = int(getattr(param, "_is_followed", False))  # the hook of `follow_accumulation`
     if len(param._backward_hooks or ()) > own_hooks:
         raise StreamingError(
             "a parameter has a hook (register_hook), which a streamed model would never call; remove it before "

@@ -22,31 +22,33 @@ class SlabPart(PartLayout[Slab]):
             dtypes: the dtype that the values of each quantized tensor are rounded to.
             some: the rows to stream, counted from the first in the slab, if the part has rows; None for all.
         """
-        return [*self.copies(slot, some), *self._decoding(slot, dtypes, some)]
+        return [*self.copies(slot, some), *self._decode_all(slot, dtypes, some)]
 
     def copies(self, slot: Slot, some: Sequence[slice] | None = None) -> list[Move]:
-        """Return the copies of this rank's range of what is not quantized. The arguments are those of `moves`."""
-        own = self.own if some is None else self.own_rows(some)
+        """Return the copies of this rank's range of the tensors that are not quantized, with the arguments of `moves`."""
+        own_spans = self.own if some is None else self.own_rows(some)
         return [
             _copy(slot[number][span.in_slot], slab.weights[span.in_slab])
             for number, slab in enumerate(self.slabs.of_weights)
-            for span in own[number]
+            for span in own_spans[number]
         ]
 
-    def _decoding(self, slot: Slot, dtypes: Mapping[str, torch.dtype], some: Sequence[slice] | None) -> Iterator[Move]:
-        """Yield the moves that decode quantized tensors into the slot. The arguments are those of `moves`."""
+    def _decode_all(
+        self, slot: Slot, dtypes: Mapping[str, torch.dtype], some: Sequence[slice] | None
+    ) -> Iterator[Move]:
+        """Yield the moves that decode all quantized tensors from host memory into the slot, with the arguments of `moves`."""
         for name, dtype in dtypes.items():
             if self.has(name):
-                yield from self._decode(slot, name, dtype, some)
+                yield from self._decode_tensor(slot, name, dtype, some)
 
     def copies_of_codes(self, buffer: torch.Tensor) -> list[Move]:
         """Return the copies of this rank's range of codes and scales into their buffer."""
         slab = self.slabs.packed
-        own = [span.within(slab.own) for span in self.packed_spans()]
-        return [_copy(buffer[span.in_slot], slab.weights[span.in_slab]) for span in own if span.numel]
+        own_spans = [span.within(slab.own) for span in self.packed_spans()]
+        return [_copy(buffer[span.in_slot], slab.weights[span.in_slab]) for span in own_spans if span.numel]
 
     def decoding_there(self, slot: Slot, packed: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> list[Move]:
-        """Return the moves that decode quantized tensors from their buffer, in which all ranks have gathered them.
+        """Return the moves that decode quantized tensors on the device, from the buffer in which all ranks have gathered their codes.
 
         Args:
             slot, dtypes: as in `moves`.
@@ -59,8 +61,8 @@ class SlabPart(PartLayout[Slab]):
             for name in self.packed
         ]
 
-    def _decode(self, slot: Slot, name: str, dtype: torch.dtype, some: Sequence[slice] | None) -> Iterator[Move]:
-        """Yield the moves that decode a tensor, or some rows of it, into the slot; ``slot`` and ``some`` are as in `moves`."""
+    def _decode_tensor(self, slot: Slot, name: str, dtype: torch.dtype, some: Sequence[slice] | None) -> Iterator[Move]:
+        """Yield the moves that decode one tensor, or some rows of it, into the slot; ``slot`` and ``some`` are as in `moves`."""
         slab, codec, view = self.slabs.packed, self.slabs.codecs[name], self.layout.view(slot, name)
         codes = slab.layout.view(slab.weights, name)
         if self.rows is None:  # the part has whole tensors, of which no rows are chosen

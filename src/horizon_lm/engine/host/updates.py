@@ -93,7 +93,7 @@ class PartialUpdate:
 
 
 class PendingUpdates:
-    """The running updates, and that of the embedding.
+    """The updates that are running, and the update of the embedding, which a forward pass begins.
 
     The embedding is updated in the next forward pass: first the rows that this pass reads, which it alone knows, then the others. Until
     then its update is kept here; code that needs all weights earlier runs it as a whole (`finish`).
@@ -149,7 +149,7 @@ class PendingUpdates:
             self.table = None
 
     def need_device(self) -> bool:
-        """Return whether a running update waits for its part on the device. The device, which may have failed, is not asked."""
+        """Return whether a running update still waits for matrices from the device. The device, which may have failed, is not asked."""
         waits = [wait for task in self._running if not task.finished for wait in task.waits]
         return any(wait.op.kind == Kind.RETURN_MATRICES and not wait.finished for wait in waits)
 
@@ -165,6 +165,6 @@ class PendingUpdates:
         return Task(Op(Kind.UPDATE, EMBED, Stream.HOST), [], table.rest())
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Block until the added updates are done, and those in ``tasks`` that have been issued."""
+        """Block until the added updates are done, and also the updates in ``tasks`` that have been issued."""
         # Waiting for a task that is not issued would never end: the thread that issues it is the one that waits.
         self._device.wait([*self._running, *(task for task in tasks if task.issued)])

@@ -13,7 +13,7 @@ def abandon(engine: EngineState, running: Running, error: BaseException) -> None
         if running.backward.has_updated or engine.cursor.update_begun():
             # Some units of this step are updated, others are not.
             engine.updates.partial_update.record(error)
-        engine.grads.break_off()
+        engine.grads.invalidate()
     try:
         engine.cursor.abandon()
         _quiesce(engine)  # so the device is idle on return; errors of updates are not raised here
@@ -67,7 +67,7 @@ def settle_without_device(engine: EngineState, running: Running) -> None:
     engine.cursor.drop()
     _release(engine, running)
     engine.grads.track_landings([])
-    engine.grads.break_off()
+    engine.grads.invalidate()
 
 
 def _has_begun_updates(engine: EngineState, running: Running) -> bool:
