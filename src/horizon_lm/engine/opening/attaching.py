@@ -77,7 +77,7 @@ def _copied_slabs(store: Store) -> list[torch.Tensor]:
 
 
 def attach(arguments: StreamArguments, examined: Examined, store: Store, before: Engine | None = None) -> Any:
-    """Open the device, and make a model streamed. Its parameters must already be views into ``store``.
+    """Open the device, make a model streamed, and return it. Its parameters must already be views into ``store``.
 
     Args:
         arguments: the arguments of `horizon_lm.stream`.
@@ -100,8 +100,8 @@ def attach(arguments: StreamArguments, examined: Examined, store: Store, before:
     device.register_host([slab for slab in _copied_slabs(store) if slab.data_ptr() not in registered])
     if before is not None:
         engine.counts.update(before.counts)  # `stats` counts since the model was streamed
-    plain = {name: ref.param for name, ref in engine.refs.items() if name not in store.codecs and ref.param.numel()}
-    assert all(param.data_ptr() == store.weight(name).data_ptr() for name, param in plain.items())
+    in_store = {name: ref.param for name, ref in engine.refs.items() if name not in store.codecs and ref.param.numel()}
+    assert all(param.data_ptr() == store.weight(name).data_ptr() for name, param in in_store.items())
     engine.access.adopt_parameters()
     cls = type(model)
     parts.refer_weakly()  # the model owns the engine, which refers to the parts
@@ -115,7 +115,7 @@ def attach(arguments: StreamArguments, examined: Examined, store: Store, before:
 
 
 def _prepare_decoding(device: Device, store: Store, dtype: torch.dtype) -> None:
-    """Let the device prepare to decode the quantized tensors of a store to a dtype, one of each kind."""
+    """Let the device prepare to decode the quantized tensors of a store to a dtype: once for each codec, shape and dtype."""
     names = store.codecs
     kinds = {(store.codecs[name], tuple(store.shape(name)), store.decoded_dtype(name)) for name in names}
     for codec, shape, rounded in kinds:
@@ -137,15 +137,15 @@ def _attach_again(arguments: StreamArguments, horizon: ModelForward) -> None:
     if horizon.engine.device_lost or not are_adapters_changed(horizon):
         return
     engine = horizon.engine
-    again = replace(
+    new_arguments = replace(
         arguments,
-        # The open device: `open_device` returns it as it is.
+        # It is open already, and `open_device` returns it as it is.
         device=engine.device,
         device_micro_batch_size=engine.options.device_micro_batch_size,
         check_gradients=0,
     )
     with outside_inference_mode():
-        attach(again, *take_in_adapters(horizon, again), before=engine)
+        attach(new_arguments, *take_in_adapters(horizon, new_arguments), before=engine)
 
 
 def _find_chunked_path(parts: ModelParts) -> ChunkedPath | None:
@@ -168,7 +168,7 @@ def _find_chunked_path(parts: ModelParts) -> ChunkedPath | None:
 def _engine_options(
     arguments: StreamArguments, parts: ModelParts, device: Device, stored: torch.dtype, path: ChunkedPath | None
 ) -> EngineOptions:
-    """Return the arguments as options of the engine, with what they leave open chosen for the model and the device.
+    """Return the options of the engine: the arguments, with their open choices made for the model and the device.
 
     ``stored`` is the dtype of weights in host memory.
     """
@@ -197,7 +197,7 @@ def _engine_options(
 
 
 def _residency(arguments: StreamArguments, num_blocks: int, device: Device) -> dict[str, Any]:
-    """Return the options of the residency that the arguments fix; none if the engine plans it for each batch size.
+    """Return the residency that the arguments fix, as options; an empty dict if the engine plans it for each batch size.
 
     The engine plans it if nothing is chosen and the device's memory is limited; without a limit, all checkpoints can stay on the
     device. If resident blocks or graphs are chosen, ``auto`` requests all checkpoints on the device, too, of which `plan_device`

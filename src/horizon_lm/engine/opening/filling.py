@@ -29,7 +29,7 @@ from horizon_lm.model.parts import ModelParts, ParamRef
 def with_store(
     model: Any, settings: StreamArguments, frozen: bool = False, find_codecs: FindCodecs | None = None
 ) -> tuple[Examined, Store]:
-    """Create a store for a skeleton on the meta device, and replace its parameters by views into the store.
+    """Create a store for a skeleton on the meta device, whose parameters become views into it. Return its units and the store.
 
     Args:
         model: the skeleton.
@@ -63,7 +63,7 @@ def draw(
 ) -> None:
     """Initialise the parameters of one unit on a device, and write them to the store. The modules get their own parameters back.
 
-    They are drawn in ``dtype``; None for that of the store.
+    They are drawn in ``dtype``; None for the store's dtype.
     """
     drawn = {
         ref.name: torch.zeros(ref.param.shape, dtype=dtype or store.weight(ref.name).dtype, device=device)
@@ -99,7 +99,7 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
         # Without the path of the base, which may be another one on each machine.
         configs = {name: each.to_dict() | {"base_model_name_or_path": ""} for name, each in model.peft_config.items()}
         require_alike(mesh, Path(adapters.folder or "adapters"), {"config of the adapters": configs})
-    # Again, because the adapters belong to units now, and only they are trained.
+    # Units are found again, because the adapters belong to them now, and only the adapters are trained.
     examined = settings.examine(adapted_model(model))
     parts = examined.parts
     refs, old_names = parts.refs(), parts.old_names(base)
@@ -127,7 +127,7 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
         raise StreamingError("the model is streamed already")
     examined = settings.examine(inside)
     parts = examined.parts
-    # All of them before the first one moves, so that a model that is rejected stays as it was.
+    # All parameters are checked before the first one moves, so that a model that is rejected stays as it was.
     for ref in parts.refs():
         require_plain(ref.param)
         if ref.param.is_meta:

@@ -151,16 +151,16 @@ def read_precision(options: dict[str, Any]) -> str:
     if dtype in (None, "auto"):
         return precision or "fp32_master"
     # The precisions that have each dtype, first the one that is taken if none is given.
-    fits = {torch.float32: ("float32", "fp32_master"), torch.bfloat16: ("fp32_master", "bf16")}.get(dtype)
-    if fits is None:
+    matching = {torch.float32: ("float32", "fp32_master"), torch.bfloat16: ("fp32_master", "bf16")}.get(dtype)
+    if matching is None:
         raise ConfigError(f"dtype={dtype} is not supported: use bfloat16 or float32, or choose a precision")
-    if precision is not None and precision not in fits:
+    if precision is not None and precision not in matching:
         raise ConfigError(f"dtype={dtype} does not go with precision={precision!r}; leave one of them out")
-    return precision or fits[0]
+    return precision or matching[0]
 
 
 def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Remove the options that set attributes of the model's config, as in transformers, and return them.
+    """Remove the options that set attributes of the model's config, as in transformers, and return them. Also remove ignored ones.
 
     Raises:
         ConfigError: an option is unknown, or not supported.
@@ -171,11 +171,11 @@ def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
         value = options.pop(name)
         if isinstance(rule, Unsupported) and not rule.accepts(value):
             raise ConfigError(f"from_pretrained: {name}={value!r} is not supported by a streamed model: {rule.remedy}")
-    ours = {field.name for field in fields(StreamArguments)}
+    own_names = {field.name for field in fields(StreamArguments)}
     # An option of ours stays ours, even if a config has an attribute of that name.
-    changes = {name: options.pop(name) for name in list(options) if name not in ours and hasattr(config, name)}
-    for name in options.keys() - ours:
-        close = closest_setting(name, [*ours, *DOWNLOAD])
+    changes = {name: options.pop(name) for name in list(options) if name not in own_names and hasattr(config, name)}
+    for name in options.keys() - own_names:
+        close = closest_setting(name, [*own_names, *DOWNLOAD])
         raise ConfigError(
             f"from_pretrained does not know {name}{f'; did you mean {close}?' if close else ', nor does the config'}"
         )

@@ -49,9 +49,9 @@ def are_adapters_changed(horizon: ModelForward) -> bool:
 
 def empty_adapters(model: Any) -> set[str]:
     """Return the full names of adapters that have no values yet, because PEFT added them with `low_cpu_mem_usage`."""
-    found = [name for name, param in model.named_parameters() if param.is_meta]
-    adapters = adapter_params(model) if found else set()
-    return {name for name in found if id(model.get_parameter(name)) in adapters}
+    without_values = [name for name, param in model.named_parameters() if param.is_meta]
+    adapters = adapter_params(model) if without_values else set()
+    return {name for name in without_values if id(model.get_parameter(name)) in adapters}
 
 
 def _trains_others(horizon: ModelForward) -> bool:
@@ -86,7 +86,7 @@ def take_in_adapters(horizon: ModelForward, arguments: StreamArguments) -> tuple
     with _detaching(horizon):
         examined = arguments.examine(model)
         parts = examined.parts
-        store, old_names = _extended(engine, parts, arguments.get_precision(parts))
+        store, old_names = _extend_store(engine, parts, arguments.get_precision(parts))
     # PEFT has drawn the values of new adapters on each rank, without a common seed.
     copy_from_first(mesh, {ref.name: ref.param.data for ref in parts.refs() if ref.name not in old_names})
     # A rank has a range of the old slabs only, and `master` reads whole weights.
@@ -136,12 +136,12 @@ def _detaching(horizon: ModelForward) -> Iterator[None]:
         raise
 
 
-def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[Store, dict[str, str]]:
-    """Return the store of a model with other adapters, and the old names of the weights that it had before, by their new names."""
+def _extend_store(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[Store, dict[str, str]]:
+    """Return a new store for a model with other adapters, and the old names of its weights by the new ones. Set the codecs of ``parts``."""
     old, old_names = engine.store, parts.old_names(engine.parts)
     frozen = set(parts.frozen_base())
     if precision.low_half:
-        # A base without low halves does not get them back, and adapters that are not trained now keep theirs.
+        # A base without low halves does not get them back; adapters (OUTER) keep theirs, also while they are not trained.
         without_low = (unit for unit, slabs in old.units.items() if slabs.plain.low is None)
         frozen |= {unit for unit in without_low if old.units[unit].layout.buffers[0].numel} - {OUTER}
         if old.units[OUTER].plain.low is not None:
@@ -159,11 +159,11 @@ def _drop_empty_low_halves(store: Store, mesh: Mesh) -> None:
     this.
     """
     slabs = [store.units[unit].plain for unit in store.frozen]
-    found = [(each, each.low) for each in slabs if each.low is not None]
-    has_bits = any(bool(low[each.own].any()) for each, low in found)
+    low_halves = [(each, each.low) for each in slabs if each.low is not None]
+    has_bits = any(bool(low[each.own].any()) for each, low in low_halves)
     # Each rank has a part of them, and all drop theirs, or none.
     if any(mesh.exchange("the low halves of a base", has_bits)):
         return
-    for each, low in found:
+    for each, low in low_halves:
         store.num_bytes["low_halves"] -= used_bytes([each.own], low.dtype.itemsize)
         each.low = None

@@ -198,7 +198,7 @@ def from_config(
         ['low_halves', 'weights']
     """
     settings = StreamArguments(device=device, precision=precision, **options)
-    # Here, because weights are drawn on it; `replace` below hands it on, so that it is not opened twice.
+    # Opened here, because weights are drawn on the device; `replace` below hands it on, so that it is not opened twice.
     opened = open_device(settings.device, settings.device_memory)
     with outside_inference_mode():
         model = build_skeleton(config, model_class, dtype=opened_dtype(precision))

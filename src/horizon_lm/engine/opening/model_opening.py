@@ -63,7 +63,7 @@ def open_model(request: OpenRequest) -> Any:
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    options = dict(request.options)  # each of the calls below removes its own
+    options = dict(request.options)  # each of the calls below removes the options that it reads
     generation = options.pop("generation_config", None)
     placed_anywhere = settle_placement(options)
     model = _open(request, options)
@@ -75,7 +75,7 @@ def open_model(request: OpenRequest) -> Any:
 
 def _open(request: OpenRequest, options: dict[str, Any]) -> Any:
     """Return the streamed model of a request, with the generation config of its folder."""
-    request, folder = _find(request, **download_arguments(options))
+    request, folder = _find_folder(request, **download_arguments(options))
     precision = read_precision(options)
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
@@ -85,21 +85,21 @@ def _open(request: OpenRequest, options: dict[str, Any]) -> Any:
             hub.local_folder(config), request.trust_remote_code, model_class=request.model_class
         )
     quantization = read_quantization(options)
-    # After the others, because it takes all that the config has an attribute for, and rejects what nobody knows.
+    # After the other readers of options: this one takes each that the config has an attribute for, and rejects unknown ones.
     changes = config_arguments(options, config)
     arguments = StreamArguments(precision=precision, **options)
     if request.gguf_file is not None:
         return _open_gguf(request, folder, arguments, quantization)
     # A source that is given was opened with these changes (`OpenRequest.source`).
     source = request.source or ModelSource(
-        _changed(config, changes), str(folder), folder, model_class=request.model_class,
+        _copy_with(config, changes), str(folder), folder, model_class=request.model_class,
         trust_remote_code=request.trust_remote_code, attn_implementation=arguments.attn_implementation,
         dtype=opened_dtype(precision),
     )  # fmt: skip
     return _open_checkpoint(request, source, folder, arguments, quantization)
 
 
-def _find(request: OpenRequest, **download: Any) -> tuple[OpenRequest, Path]:
+def _find_folder(request: OpenRequest, **download: Any) -> tuple[OpenRequest, Path]:
     """Return the request, and the folder of its model. A folder of adapters becomes a request for their base.
 
     Args:
@@ -116,8 +116,8 @@ def _find(request: OpenRequest, **download: Any) -> tuple[OpenRequest, Path]:
     return replace(request, name=base, adapters=Adapters(folder=str(folder))), open_base(folder, base)
 
 
-def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
-    """Return a copy of a config with other values, because the caller's own is not changed, as in transformers."""
+def _copy_with(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a copy of a config with other values. The caller's config is not changed, as in transformers."""
     config = copy.deepcopy(config)
     for name, value in changes.items():
         setattr(config, name, value)
@@ -158,24 +158,24 @@ def _open_checkpoint(
     # plain ones.
     frozen = adapters is not None or (find_codecs is not None and not isinstance(checkpoint, DecodedCheckpoint))
     if frozen:
-        # On the skeleton, from which parameters in the store take it over.
+        # Set on the skeleton: its parameters in the store take `requires_grad` over.
         model.requires_grad_(False)
     if adapters is not None:  # PEFT writes the name into the adapter's config
         model.config.name_or_path = model.name_or_path = lasting_name(str(request.name))
-    # Before anything is read, because it hashes the bytes as they are read.
-    same = SameWeights(mesh, checkpoint, model.config)
+    # Before anything is read, because the comparison hashes the bytes as they are read.
+    same_weights = SameWeights(mesh, checkpoint, model.config)
     examined, store = with_store(model, arguments, frozen, find_codecs)
     if store.codecs:
         show_quantization(examined.parts, source.quantization or quantization or {})
     if request.reads_weights:
         with fail_together(mesh, "the loading of weights"):
-            new = load_weights(examined.parts, store, checkpoint)
+            missing = load_weights(examined.parts, store, checkpoint)
         # Before anything is computed from the weights, and outside of `fail_together`: this error is raised on all
         # ranks anyway.
-        same.require()
+        same_weights.require()
         # Weights that the folder lacks are drawn in the dtype of the embedding.
         with drawing_alike(mesh, torch.device("cpu")):
-            draw(examined.parts.model, new, store, torch.device("cpu"), main_dtype(store))
+            draw(examined.parts.model, missing, store, torch.device("cpu"), main_dtype(store))
     if adapters is not None:
         return add_adapters(adapters, examined.parts, store, arguments)
     return attach(arguments, examined, store)

@@ -38,11 +38,11 @@ class StreamArguments(StreamingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The dataclass is frozen because many hold it. What `auto` means is settled here, before anybody does.
+        # The dataclass is frozen because many objects hold it. `auto` is settled here, before any of them does.
         if self.device == "auto":
             object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
         object.__setattr__(self, "device_mesh", find_mesh(self.device_mesh, device_of(self.device)))
-        # For its errors, before a model is touched.
+        # Also for the errors of `get_precision`, before a model is touched.
         stored = self.get_precision().weight_dtype
         if self.products == "float8" and self.on_accelerator:
             require_float8(device_of(self.device), self.compute_dtype or stored)
@@ -56,7 +56,7 @@ class StreamArguments(StreamingOptions):
             raise ConfigError(f"check_gradients is {self.check_gradients}; it must be a number of blocks, 0 for none")
 
     def get_precision(self, parts: ModelParts | None = None) -> Precision:
-        """Return the formats of weights and gradients in host memory. Gradients of adapters are small, and kept in float32."""
+        """Return the formats of weights and gradients in host memory. By default gradients of adapters, which are small, are float32."""
         dtype = getattr(torch, self.grad_dtype, None) if isinstance(self.grad_dtype, str) else self.grad_dtype
         if dtype is None and self.grad_dtype is not None:
             raise ConfigError(f"grad_dtype is {self.grad_dtype!r}; choose bfloat16 or float32")
@@ -65,7 +65,7 @@ class StreamArguments(StreamingOptions):
         return get_precision(self.precision, dtype)
 
     def examine(self, model: Any) -> Examined:
-        """Find the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
+        """Find the units of a model, and install hooks in it. Reject a model that cannot be streamed before any parameter is moved."""
         require_adapters_that_stream(model)
         capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
         parts = find_parts(model)

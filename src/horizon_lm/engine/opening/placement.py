@@ -15,14 +15,14 @@ from horizon_lm.engine.opening.options import device_of
 from horizon_lm.errors import ConfigError, IgnoredArgumentWarning, warn
 
 _ANYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
-# Keys of ``max_memory`` that are no GPU; the empty one is the whole model.
-_OTHER_KEYS = ("", "cpu", "disk", "mps")
+# Keys of ``max_memory`` that are kept as they are, since they name no GPU; the empty one is the whole model.
+_NOT_GPUS = ("", "cpu", "disk", "mps")
 
 
 def settle_placement(options: dict[str, Any]) -> bool:
     """Remove ``device_map`` and ``max_memory`` from the options, and set ``device`` and ``device_memory`` by them.
 
-    Return whether the map leaves the place open.
+    Return whether there is a map, and it lets transformers choose the devices.
 
     Raises:
         ConfigError: an argument is invalid, names several devices, or contradicts ``device``.
@@ -31,7 +31,7 @@ def settle_placement(options: dict[str, Any]) -> bool:
     device_map, max_memory = options.pop("device_map", None), options.pop("max_memory", None)
     named = _read_map(device_map)
     if named is not None and named.type != "cpu":
-        options["device"] = device = _agreed(device, named, device_map)
+        options["device"] = device = _more_precise(device, named, device_map)
     limit = None if max_memory is None else _read_limit(max_memory, device)
     if limit is not None and options.get("device_memory") is None:
         options["device_memory"] = limit
@@ -39,7 +39,7 @@ def settle_placement(options: dict[str, Any]) -> bool:
 
 
 def _read_map(device_map: Any) -> torch.device | None:
-    """Return the only device of a map; None if the map lets transformers choose."""
+    """Return the only device of a map; None without a map, or if it lets transformers choose. Reject a map to several devices."""
     if device_map is None or (isinstance(device_map, str) and device_map in _ANYWHERE):
         return None
     places = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
@@ -65,8 +65,8 @@ def _read_device(place: Any) -> torch.device | None:
         return None
 
 
-def _agreed(device: Any, named: torch.device, device_map: Any) -> Any:
-    """Return ``device``, or the device that the map names if that is more precise; raise ConfigError if they are different devices."""
+def _more_precise(device: Any, named: torch.device, device_map: Any) -> Any:
+    """Return ``device``, or ``named`` by the map if it is more precise; raise ConfigError if they are different devices."""
     if device == "auto":
         return str(named)
     given = _torch_device(device)
@@ -90,7 +90,7 @@ def _torch_device(device: Any) -> torch.device:
 def _read_limit(max_memory: Any, device: Any) -> int | None:
     """Return the bytes to which ``max_memory`` limits the device that computes; None if it does not mention it."""
     try:
-        limits = {_key(key): _bytes(value) for key, value in max_memory.items()}
+        limits = {_device_name(key): _num_bytes(value) for key, value in max_memory.items()}
     except (AttributeError, TypeError, ValueError, ConfigError) as error:
         raise ConfigError(
             f"from_pretrained: max_memory={max_memory!r} is not supported by a streamed model: write {{0: '20GiB'}} for the first GPU, "
@@ -110,9 +110,9 @@ def _read_limit(max_memory: Any, device: Any) -> int | None:
     return limits.get(str(on_device), limits.get(""))
 
 
-def _key(key: Any) -> str:
-    """Return the name of a device in ``max_memory``."""
-    if key in _OTHER_KEYS:
+def _device_name(key: Any) -> str:
+    """Return a key of ``max_memory`` as the name of its device, such as ``cuda:0`` for 0; raise ValueError if it names none."""
+    if key in _NOT_GPUS:
         return str(key)
     device = _read_device(key)
     if device is None:
@@ -120,7 +120,8 @@ def _key(key: Any) -> str:
     return str(device)
 
 
-def _bytes(value: Any) -> int:
+def _num_bytes(value: Any) -> int:
+    """Return a limit in bytes; raise TypeError for a number that is not whole, or for None."""
     if isinstance(value, float) or value is None:
         raise TypeError(value)
     return parse_bytes(value)

@@ -29,22 +29,22 @@ def read_quantization(options: dict[str, Any]) -> dict[str, Any] | None:
         given = four_bits()
     if given is None:
         return None
-    found = dict(given) if isinstance(given, Mapping) else dict(given.to_dict())
-    if found.get("dequantize") or getattr(given, "dequantize", False):  # some of transformers' classes do not list it
-        return found | {"dequantize": True}
-    if found.get("quant_method") != "bitsandbytes" or not found.get("load_in_4bit"):
+    asked = dict(given) if isinstance(given, Mapping) else dict(given.to_dict())
+    if asked.get("dequantize") or getattr(given, "dequantize", False):  # some of transformers' classes do not list it
+        return asked | {"dequantize": True}
+    if asked.get("quant_method") != "bitsandbytes" or not asked.get("load_in_4bit"):
         raise ConfigError(
             "from_pretrained: quantization_config: use BitsAndBytesConfig(load_in_4bit=True) to quantize weights while they are read, or "
             "Mxfp4Config, FineGrainedFP8Config or CompressedTensorsConfig with dequantize=True to decode them; a quantized folder needs none "
             "for adapters"
         )
-    return found
+    return asked
 
 
 def open_weights(
     folder: Path, published: Mapping[str, Any] | None, asked: Mapping[str, Any] | None, dtype: torch.dtype
 ) -> tuple[Checkpoint, FindCodecs | None]:
-    """Return the weights in a folder, and a function that finds the codecs of those that stay quantized; None if no weight can.
+    """Return the weights in a folder, and a function that finds the codecs of weights that stay quantized; None if none do.
 
     Args:
         folder: the folder.

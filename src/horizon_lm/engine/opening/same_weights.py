@@ -45,34 +45,34 @@ class SameWeights:
 
     def __init__(self, mesh: Mesh, checkpoint: Checkpoint, config: Any) -> None:
         self._mesh, self._checkpoint = mesh, checkpoint
-        self._hashes: dict[_Range, str] = {}  # of what this rank has read
+        self._hashes: dict[_Range, str] = {}  # of the ranges that this rank has read
         if mesh.size == 1:  # nothing to compare
             return
-        _require_alike(mesh, checkpoint, config)
+        _require_same_files(mesh, checkpoint, config)
         self._tensors = sorted(checkpoint.files)
         self._index_of = {name: index for index, name in enumerate(self._tensors)}
         self._seen = SeenFiles(mesh, checkpoint.folder, sorted(set(checkpoint.files.values())))
         # Ranks of one machine that read the same files have nothing to compare.
         if not self._seen.are_one:
-            checkpoint.when_read = self._add
+            checkpoint.when_read = self._keep_hash
 
-    def _add(self, name: str, rows: slice | None, tensor: torch.Tensor) -> None:
+    def _keep_hash(self, name: str, rows: slice | None, tensor: torch.Tensor) -> None:
         """Keep the hash of rows of a tensor that were read; None for all rows."""
         start, stop = (0, -1) if rows is None else (rows.start, rows.stop)
         self._hashes[_Range(self._index_of[name], start, stop)] = hash_tensor(tensor)
 
     def require(self) -> None:
-        """Raise ConfigError on all ranks if one has read other bytes. Call it on all ranks once the weights are loaded."""
+        """Raise ConfigError on all ranks if one has read other bytes, for which some read once more. All ranks call this after loading."""
         # The second reading below is hashed apart from the weights that the ranks train with.
         self._checkpoint.when_read = None
         if self._mesh.size == 1 or self._seen.are_one:
             return
-        loaded = self._exchange()
+        loaded = self._exchange_hashes()
         # The copy of the first rank's machine is compared with what all others have loaded, and another copy with what that
         # machine has loaded.
-        first, second = self._seen.readers, self._seen.other_readers
+        first, second = self._seen.readers, self._seen.other_readers  # ranks that read the first copy, and the second
         others = [rank for rank in range(self._mesh.size) if rank not in first]
-        reader_of = self._unread(loaded, others, first) | self._unread(loaded, first, second)
+        reader_of = self._assign(loaded, others, first) | self._assign(loaded, first, second)
         self._require_equal([loaded, self._read_again(reader_of)] if reader_of else [loaded])
 
     def _require_equal(self, readings: list[list[dict[_Range, str]]]) -> None:
@@ -87,8 +87,8 @@ class SameWeights:
                         f"{min(rank, other)} in {self._tensors[place.tensor]}; give all machines the same files"
                     )
 
-    def _unread(self, loaded: list[dict[_Range, str]], users: list[int], readers: list[int]) -> dict[_Range, int]:
-        """Choose a reader for each range that ``users`` have loaded, but no reader has, if readers have another copy of its file."""
+    def _assign(self, loaded: list[dict[_Range, str]], users: list[int], readers: list[int]) -> dict[_Range, int]:
+        """Return a reader for each range that ``users`` have loaded and no reader has, unless both have the same copy of its file."""
         if not readers:
             return {}
         known = {place for rank in readers for place in loaded[rank]}
@@ -101,7 +101,7 @@ class SameWeights:
         return {place: readers[number % len(readers)] for number, place in enumerate(sorted(unread))}
 
     def _read_again(self, reader_of: dict[_Range, int]) -> list[dict[_Range, str]]:
-        """Read each range on its reader, in addition to what it trains with. Return the hashes that each rank has found."""
+        """Read each range on its reader once more, only to hash it. Return the hashes that each rank has found. All ranks call this."""
         if self._mesh.rank == 0:
             files = {self._checkpoint.folder / name for name in self._checkpoint.files.values()}
             warn(
@@ -113,16 +113,17 @@ class SameWeights:
         with fail_together(self._mesh, "the comparison of weights"):
             for place in [place for place, rank in reader_of.items() if rank == self._mesh.rank]:
                 name, rows = self._tensors[place.tensor], None if place.stop < 0 else slice(place.start, place.stop)
-                self._add(name, rows, Checkpoint.read(self._checkpoint, [name], rows)[name])  # as it is in the file
-        return self._exchange()
+                # By `Checkpoint` itself: as the tensor is in the file.
+                self._keep_hash(name, rows, Checkpoint.read(self._checkpoint, [name], rows)[name])
+        return self._exchange_hashes()
 
-    def _exchange(self) -> list[dict[_Range, str]]:
+    def _exchange_hashes(self) -> list[dict[_Range, str]]:
         """Return the hashes of each rank. All ranks call this."""
         everyone = self._mesh.exchange("the hashes of what was read", [*self._hashes.items()])
         return [{_Range(*place): found for place, found in hashes} for hashes in everyone]
 
 
-def _require_alike(mesh: Mesh, checkpoint: Checkpoint, config: Any) -> None:
+def _require_same_files(mesh: Mesh, checkpoint: Checkpoint, config: Any) -> None:
     """Raise ConfigError on all ranks if their configs, code or headers of weights differ."""
     settings = json.loads(config.to_json_string(use_diff=False))
     require_alike(
@@ -157,5 +158,5 @@ def require_alike(mesh: Mesh, folder: Path, own: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON lacks as one that it has, the same on all ranks."""
+    """Return a value that JSON cannot write as one that it can, the same on all ranks."""
     return sorted(map(str, value)) if isinstance(value, set) else str(value)

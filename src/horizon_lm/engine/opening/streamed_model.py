@@ -83,14 +83,14 @@ class StreamedModel:
     not supported.
 
     Attributes:
-        placed_anywhere: the model was opened with a ``device_map`` that leaves the place open.
+        placed_anywhere: the model was opened with a ``device_map`` that lets transformers choose the devices.
     """
 
     placed_anywhere = False
 
     @property
     def _horizon(self) -> ModelForward:
-        """The model's forward pass, with the adapters that the model has now."""
+        """The model's forward pass, with its present adapters: reading it attaches the model again if they have changed."""
         horizon: ModelForward = self.__dict__["_horizon"]
         # Not within a pass, whose schedule and buffers are those of the engine that began it.
         if not horizon.engine.cursor.active:
@@ -120,7 +120,7 @@ class StreamedModel:
         )  # torch's arguments: destination, prefix, keep_vars
         if engine.access.has_parts and engine.parts.is_adapted:
             state = kwargs.get("destination", args[0] if args else None)
-            return _whole_adapters(engine, OrderedDict() if state is None else state, prefix)
+            return _add_whole_adapters(engine, OrderedDict() if state is None else state, prefix)
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         if engine.store.precision.low_half and not kwargs.get("keep_vars"):
             for name in engine.parts.adapter_names & {key.removeprefix(prefix) for key in state}:
@@ -140,7 +140,7 @@ class StreamedModel:
         # torch checks names and shapes, and copies into the views, where values are rounded. The writes below add the
         # bits that were lost.
         result = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
-        names = parameter_names(self)  # also those of a tied weight that are not its first
+        names = parameter_names(self)  # also the further names of a tied weight
         loaded = {names[name]: value for name, value in state_dict.items() if names.get(name) in engine.refs}
         for name, value in loaded.items():
             engine.store.write(name, value)
@@ -204,8 +204,8 @@ class StreamedModel:
             if is_main_process:
                 share_weights(Path(save_directory))
             return
-        own = {"save_original_format": save_original_format, "distributed_checkpoint": distributed_checkpoint}
-        hub = hub_arguments({"token": token, **own, **kwargs})
+        formats = {"save_original_format": save_original_format, "distributed_checkpoint": distributed_checkpoint}
+        hub = hub_arguments({"token": token, **formats, **kwargs})
         self._horizon.replaced.require_structure()
         engine = self._horizon.engine
         # The first rank decides for all: callers pass `rank == 0`, but the other ranks have to lend their parts.
@@ -318,7 +318,7 @@ class StreamedModel:
         )
 
 
-def _whole_adapters(engine: Engine, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _add_whole_adapters(engine: Engine, state: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Add the whole parameters of units that are trained to a state dict, and return it. All ranks call this."""
     store = engine.store
     for unit in [unit for unit in store.units if unit not in store.frozen]:
