@@ -28,7 +28,7 @@ class Ambient(ABC):
 
     @abstractmethod
     def _enter(self, stack: ExitStack) -> None:
-        """Enter what a kind of computation needs besides context variables and autocast."""
+        """Enter, on the stack, the contexts that this kind of computation needs besides context variables and autocast."""
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function with these settings and return its result."""
@@ -47,7 +47,7 @@ class Ambient(ABC):
 
 
 class ThreadAmbient(Ambient):
-    """For a computation in another thread meanwhile: also the settings that torch keeps for each thread."""
+    """The settings for a computation in another thread, while this one waits: also those that torch keeps for each thread."""
 
     def __init__(self) -> None:
         super().__init__(contextvars.copy_context(), torch.is_autocast_cache_enabled())
@@ -69,7 +69,7 @@ class ThreadAmbient(Ambient):
 
 
 class RecomputeAmbient(Ambient):
-    """For a recompute, for which autograd has chosen thread and stream: also the kernels of attention, which are the same for all threads."""
+    """The settings for a recompute, whose thread and stream autograd chooses: also the kernels of attention, which all threads share."""
 
     def __init__(self) -> None:
         super().__init__(capture.copy_context(), autocast_cache=False)
@@ -89,7 +89,7 @@ def _attention_kernels() -> tuple[list[SDPBackend], list[int]]:
 
 
 def _set_attention_kernels(enabled: list[SDPBackend], order: list[int]) -> None:
-    """Set what `_attention_kernels` has returned."""
+    """Enable these kernels and set their order, both as returned by `_attention_kernels`."""
     _sdpa_kernel(enabled)
     torch._C._set_sdp_priority_order(order)
 

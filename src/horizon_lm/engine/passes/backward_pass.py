@@ -72,7 +72,7 @@ class BackwardPass:
         engine, optimizer = self._engine, self._engine.updates.optimizer_in_backward
         # A batch may leave a parameter unused, such as an expert; if another rank uses it, all of them update it alike.
         if optimizer is not None:
-            names = self._agreed({unit: names})[unit]
+            names = self._written_anywhere({unit: names})[unit]
         self.ready[unit] = names
         # The table's update comes with the next forward pass, and a tied head's gradient is added to the table's.
         if optimizer is not None and unit != EMBED and engine.slab_unit(unit) == unit:
@@ -89,8 +89,8 @@ class BackwardPass:
         ]
         return chained(moves)
 
-    def _agreed(self, ready: dict[Unit, list[str]]) -> dict[Unit, list[str]]:
-        """Return the parameters that have a gradient on any rank, by unit. All ranks call this together, for the same units."""
+    def _written_anywhere(self, ready: dict[Unit, list[str]]) -> dict[Unit, list[str]]:
+        """Return the parameters whose gradient any rank has written, by unit. All ranks call this together, for the same units."""
         own = {str(unit): names for unit, names in ready.items()}
         everywhere = self._engine.mesh.exchange("gradients of " + ", ".join(own), own)
         return {unit: [*dict.fromkeys(name for each in everywhere for name in each[str(unit)])] for unit in ready}
@@ -110,8 +110,8 @@ class BackwardPass:
                 assert engine.grads.slots is not None
                 engine.updates.table = optimizer.table(engine.grads.slots.table_grads())
             return
-        # Alike on all ranks: a rank whose batch has left a parameter out still owns a part of the others' sum.
-        landed = [name for names in self._agreed(self.ready).values() for name in names]
+        # The same parameters on all ranks: a rank whose batch has left one out still owns a part of the sum of the others.
+        landed = [name for names in self._written_anywhere(self.ready).values() for name in names]
         engine.grads.publish(landed)
         # Not called here: other backward passes of the same graph may add to these gradients.
         engine.between.after_grad |= dict.fromkeys(landed)
@@ -140,7 +140,7 @@ def require_possible(engine: EngineState, state: ForwardState) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         trained = [name for names in state.trained.values() for name in names]
         frozen = next((name for name in trained if not engine.refs[name].param.requires_grad), None)
-    # Plain autograd gives it no gradient, but here its gradient lands with those of its unit, and counts in their norm.
+    # Plain autograd gives a frozen parameter no gradient; here its gradient would land with its unit, and count in the norm.
     if frozen is not None:
         raise StreamingError(
             f"{frozen} was frozen between this forward pass and its backward pass; set requires_grad before the forward pass"

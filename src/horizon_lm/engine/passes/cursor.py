@@ -49,9 +49,9 @@ class Cursor:
         tasks: list[Task] = []
         for op in schedule.ops:
             # A wait names an earlier operation of this pass, or the last use of a buffer in any pass before.
-            found = [tasks[w.index] if isinstance(w, After) else self._last_use.get(w) for w in op.waits]
+            awaited = [tasks[w.index] if isinstance(w, After) else self._last_use.get(w) for w in op.waits]
             moves = None if op.stream == Stream.COMPUTE else moves_of(op)
-            tasks.append(Task(op, [t for t in found if t is not None and not t.done], moves))
+            tasks.append(Task(op, [t for t in awaited if t is not None and not t.done], moves))
         # Recorded after all waits are found: a wait for the last use means that of an earlier pass.
         for task, uses in zip(tasks, schedule.uses, strict=True):
             self._last_use.update(dict.fromkeys(uses, task))
@@ -78,7 +78,7 @@ class Cursor:
         self._issue_copies()
 
     def is_past(self, kind: Kind, unit: Unit) -> bool:
-        """Return whether the running pass has a computation, and is beyond it."""
+        """Return whether the running pass is beyond a computation; False if it does not have that computation."""
         schedule = self.schedule
         return schedule is not None and schedule.positions.get((kind, unit), self._position) < self._position
 
@@ -103,7 +103,7 @@ class Cursor:
         position, schedule = self._position, self.schedule
         if schedule is None:
             return ""
-        # Of several computations of a block, such as its backward pass and the rounding of its gradients, the last.
+        # By block, the position of its last computation: a backward pass may also round the gradients, for example.
         last = {op.unit: i for i, op in enumerate(schedule.ops) if op.stream == Stream.COMPUTE and op.unit.is_block}
         done = sum(each < position for each in last.values())
         return f"{schedule.name}, {done} of {len(last)} blocks" if last else schedule.name
@@ -115,10 +115,10 @@ class Cursor:
     def finish(self) -> None:
         """End the pass, and drain the device if computations were left out."""
         self._issue_copies()
-        left = self._tasks[self._position :]
+        left_out = self._tasks[self._position :]
         # Waits across passes are proven for passes that are complete. After one that is not, nothing may be running.
-        if left:
-            self._device.cancel(left)
+        if left_out:
+            self._device.cancel(left_out)
             self._device.synchronize()
         self._end()
 
@@ -169,7 +169,7 @@ class Cursor:
         assert schedule is not None
         if not (units <= schedule.optional or (schedule.begins_anywhere and not self._has_computed)):
             raise ScheduleMismatchError(str(skipped[0]), wanted)
-        # Those of these units alone: copies of the unit that is wanted may stand between them.
+        # Only operations of these units: copies for the wanted computation may stand between them.
         self._device.cancel([t for t in self._tasks[self._position : index] if t.op.unit in units])
 
     def _issue_copies(self, up_to: int | None = None) -> None:

@@ -139,13 +139,13 @@ class DeviceBuffers:
     """
 
     def __init__(self, store: Store, device: Device, options: EngineOptions, tiles: ExpertTiles) -> None:
-        # Functions of what is laid out, not methods: slots that refer to the object that has them keep it until the garbage
-        # collector runs.
+        # Functions of the layout, not methods of this object: it owns the slots, and slots that referred back to it would keep it
+        # until the garbage collector runs.
         self._table = table = partial(BufferTable, tiles, buffer_options(options, store))
         self._device, self._tiles = device, tiles
-        first = table()
-        self.accumulates, self.gathers_packed = first.accumulates, first.gathers_packed
-        self._slots = {kind: Slots(device, kind, partial(_sizes_of, table, kind)) for kind in first.slots}
+        sizes_now = table()
+        self.accumulates, self.gathers_packed = sizes_now.accumulates, sizes_now.gathers_packed
+        self._slots = {kind: Slots(device, kind, partial(_sizes_of, table, kind)) for kind in sizes_now.slots}
         self.resident_weights: dict[int, Slots] = {}
         self.table_rows = GrowingBuffers(device, "table_rows")
         self.table_row_grads = GrowingBuffers(device, "table_row_grads")

@@ -22,10 +22,10 @@ def abandon(engine: EngineState, running: Running, error: BaseException) -> None
 
 
 def _release(engine: EngineState, running: Running) -> None:
-    """Free the boundaries that the running pass has taken, and its leases; those of other forward passes stay theirs."""
+    """Free the boundaries and leases of the running pass, but none of other forward passes. No pass is running afterwards."""
     for each in (running.backward, running.forward):
         if each is not None and each.state is not None:
-            each.state.consumed = True  # holds no lease any more
+            each.state.consumed = True  # so it holds no lease any more (`BufferLease.holder`)
             engine.boundaries.release(each.state)
     running.backward = running.forward = None
     engine.between.after_grad = {}
@@ -46,7 +46,7 @@ def settle_without_device(engine: EngineState, running: Running) -> None:
     if engine.device_lost:
         return
     # Rejected: weights of two steps, or of half an update.
-    if _has_begun_updates(engine, running):
+    if _may_have_unrecorded_updates(engine, running):
         reason = "the device failed before all gradients had landed, and others were applied already"
         partial_update.fail(StreamingError(reason))
     if engine.updates.need_device():
@@ -70,20 +70,20 @@ def settle_without_device(engine: EngineState, running: Running) -> None:
     engine.grads.invalidate()
 
 
-def _has_begun_updates(engine: EngineState, running: Running) -> bool:
-    """Return whether updates of a step that does not count yet may have begun, as they do with ``update_in_backward``."""
+def _may_have_unrecorded_updates(engine: EngineState, running: Running) -> bool:
+    """Return whether a step with ``update_in_backward`` has begun and not ended, and may have applied updates that are not recorded."""
     optimizer = engine.updates.optimizer_in_backward
     if optimizer is None or not optimizer.pending:
         return False
     if running.backward is not None:
         return engine.cursor.update_begun()
-    # A backward pass has issued all updates when it ends. After a fault in it, gradients are invalid, and `abandon` has recorded a
-    # partial update if one had begun.
+    # The backward pass has ended, so it has issued all updates; or it has failed, so gradients are invalid, and `abandon` has recorded
+    # a partial update if one had begun.
     return not engine.grads.invalid
 
 
 def _quiesce(engine: EngineState) -> None:
-    """Wait until the device is idle. An update that could not begin raises its error here, and stays pending."""
+    """Wait until the device is idle, without raising errors of updates. An update that could not begin stays pending."""
     for _ in range(len(engine.store.units)):  # at most one failed update for each
         # Each call raises the error of one failed update, and clears it. One that failed inside a kernel is already recorded as a
         # partial update.

@@ -106,7 +106,7 @@ class ForwardPass:
         """
         engine, request = self._engine, self._request
         keeps = _kept_blocks(engine, request.inputs_need_grad) if request.recording else frozenset()
-        # Asked once: nodes and backward pass follow the parameters that are trained now, and none may be frozen in between.
+        # Read once: the nodes and the backward pass follow the parameters that are trained now, and none may be frozen in between.
         self.trained = engine.trainable()
         if request.recording:
             self.state = self._record(keeps, request.may_have_head_grads)
@@ -126,7 +126,7 @@ class ForwardPass:
         engine.cursor.start(schedule, UnitMoves(engine, routed=frozenset(map(block, self.routed))))
 
     def _build_schedule(self, keeps: frozenset[int]) -> Schedule:
-        """Return the operations of the pass, of which these blocks keep their boundaries."""
+        """Return the operations of the pass. ``keeps`` are the blocks that keep their boundaries for a backward pass."""
         engine, between, request = self._engine, self._engine.between, self._request
         return build.forward(
             engine.layout,
@@ -186,7 +186,7 @@ class ForwardPass:
 
 
 def require_forward(engine: EngineState, name: str) -> None:
-    """Raise StreamingError if a part of the model is called outside of the model's forward pass."""
+    """Raise StreamingError if a part of the model is called while no pass runs, neither a forward pass nor a backward pass."""
     if not engine.cursor.active:
         raise StreamingError(
             f"{name} of a streamed model cannot be called on its own: its weights are on the device only while "

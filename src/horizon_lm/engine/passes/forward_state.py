@@ -164,7 +164,7 @@ class BoundaryPool:
             largest: size in bytes that later batches will need, if known, so that buffers need not be replaced.
         """
         self._size = max(self._size, num_bytes, largest)
-        buffer = self._find()
+        buffer = self._take_free()
         if buffer is None:
             buffer = self._device.host_buffer(self._size)
             self.num_bytes += self._size
@@ -177,8 +177,8 @@ class BoundaryPool:
         forward_state.boundaries[block], forward_state.boundary_bytes = buffer, num_bytes
         return forward_state.boundary(block)
 
-    def _find(self) -> torch.Tensor | None:
-        """Return a buffer of the pool that is large enough, or None. Buffers that are too small are freed for good on the way."""
+    def _take_free(self) -> torch.Tensor | None:
+        """Remove a buffer that is large enough from the pool, and return it, or None. Smaller buffers are freed for good on the way."""
         is_idle = False
         while self._free:
             buffer, task = self._free.pop()

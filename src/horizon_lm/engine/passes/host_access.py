@@ -123,7 +123,7 @@ class HostAccess:
         try:
             self.engine.grads.wait()
         except Exception as error:
-            # Gradients that have landed before the error were applied at once.
+            # With update_in_backward, gradients that have landed before the error were applied at once.
             if self.engine.updates.optimizer_in_backward is not None:
                 self.engine.updates.partial_update.record(error)
             raise

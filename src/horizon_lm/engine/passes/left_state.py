@@ -30,12 +30,12 @@ def rejecting_state(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     containers = [value for value in (*args, *kwargs.values()) if not isinstance(value, _IMMUTABLE)]
     before = [_contents(container) for container in containers]
-    yield
+    yield  # the block runs
     for container, contents in zip(containers, before, strict=True):
         if isinstance(container, MutableMapping) and not isinstance(container, dict):
             written = [key for key, item in container.items() if contents.pop(key, None) != id(item)]
             container.update(dict.fromkeys(written, _Rejected(name)))
-            changed = bool(contents)  # what it had before and has lost
+            changed = bool(contents)  # what the container had before and has lost, since `pop` removes the rest
         else:
             changed = _contents(container) != contents
         if changed:

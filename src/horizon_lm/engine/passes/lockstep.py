@@ -45,7 +45,7 @@ class _Arrival:
     point: Hashable
     value: Any
     compute: Callable[[list[Any]], Sequence[Any]]
-    state: ThreadAmbient
+    ambient: ThreadAmbient
 
 
 # Not an Exception, which the code of a model or of a loss might catch, and go on.
@@ -65,8 +65,8 @@ class _Caller:
         ended: the function has returned or failed.
     """
 
-    def __init__(self, function: Callable[[], Any], state: ThreadAmbient, prepare: Callable[[], None]) -> None:
-        self._function, self._state, self._prepare = function, state, prepare
+    def __init__(self, function: Callable[[], Any], ambient: ThreadAmbient, prepare: Callable[[], None]) -> None:
+        self._function, self._ambient, self._prepare = function, ambient, prepare
         # A baton: the first lets the function run, the second says that it waits or has ended. Between the two, the
         # thread that resumes it stands still, so no state of the engine needs a lock.
         self._may_run, self._waits = threading.Semaphore(0), threading.Semaphore(0)
@@ -125,14 +125,14 @@ class _Caller:
         try:
             if self.failure is None:
                 _caller.value = self
-                self.result = self._state.run(self._function)
+                self.result = self._ambient.run(self._function)
         except _AbandonedError:
             pass
         except BaseException as error:
             self.error = error
         finally:
             self.ended = True
-            # With it go the batch and the graph that it refers to; the caller lives until all have ended.
+            # Frees the batch and the graph that the function refers to; this object lives until all functions have ended.
             del self._function
             self._waits.release()
 
@@ -166,11 +166,11 @@ def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
 
 def _run_members(functions: Sequence[Callable[[], T]], prepare: Sequence[Callable[[], None]]) -> list[T]:
     """Run the functions from arrival to arrival until all have returned."""
-    state = ThreadAmbient()
+    ambient = ThreadAmbient()
     callers: list[_Caller] = []
     try:
         for function, before in zip(functions, prepare, strict=True):
-            callers.append(_Caller(function, state, before))
+            callers.append(_Caller(function, ambient, before))
         for caller in callers:
             caller.resume()
         # The first that waits decides which point is computed next; callers at other points go on waiting.
@@ -194,7 +194,7 @@ def _compute_first_point(waiting: list[_Caller]) -> None:
         (caller, caller.arrival) for caller in waiting if caller.arrival and caller.arrival.point == first.point
     ]
     try:
-        answers = first.state.run(lambda: first.compute([arrival.value for _, arrival in together]))
+        answers = first.ambient.run(lambda: first.compute([arrival.value for _, arrival in together]))
     except BaseException as error:  # raised where the first caller waits, whose code may explain it
         waiting[0].failure = error
         waiting[0].resume()
@@ -214,7 +214,7 @@ def keep_graph_together(outputs: Any) -> None:
     nodes of two graphs that were made in lock-step would take turns, and a streamed model can run one backward pass at a
     time.
     """
-    # The next number of this thread, above the numbers of all nodes that it has made.
+    # The next number of this thread is above the numbers of all nodes that it has made, so these nodes come first.
     number = torch.autograd._get_sequence_nr()
     nodes = [
         leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None

@@ -19,7 +19,7 @@ from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock
 
 Rows = tuple[int, int]  # the rows [start, stop) of a batch
-_OUTSIDE = 1 << 61  # tells the seed of code outside of blocks from that of a micro-batch
+_OUTSIDE = 1 << 61  # the bit in which the seed of code outside of blocks differs from a micro-batch's seed
 
 
 class MicroBatch(NamedTuple):
@@ -80,8 +80,8 @@ class BlockCalls:
 
     Attributes:
         calls: the call for each batch.
-        spans: the range of its tensors among those of all calls.
-        hidden: the index of its hidden states among them.
+        spans: for each call, the range of its tensors among the tensors of all calls.
+        hidden: for each call, the index of its hidden states among the tensors of all calls.
     """
 
     def __init__(self, calls: Sequence[BlockCall]) -> None:
@@ -187,11 +187,11 @@ class RowOutputs:
             # Now, because `release` leaves no tensors.
             self._like = [(t.shape, t.dtype, t.device) for t in self.tensors]
         if not is_whole:
-            self._put(start, stop, output.tensors)
+            self._copy_rows(start, stop, output.tensors)
         # The tree is kept for its structure; its tensors are in `tensors` now.
         output.drop_tensors()
 
-    def _put(self, start: int, stop: int, tensors: list[torch.Tensor]) -> None:
+    def _copy_rows(self, start: int, stop: int, tensors: list[torch.Tensor]) -> None:
         """Copy the output of the rows [start, stop) into the whole."""
         for whole, part in zip(self.tensors, tensors, strict=True):
             per_row = part.shape[0] // (stop - start)
@@ -199,7 +199,7 @@ class RowOutputs:
             whole[start * per_row : stop * per_row] = part
 
     def _empty_whole(self, part: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return an empty tensor for the whole batch, shaped like the part produced by ``num_rows`` rows."""
+        """Return an empty tensor for the whole batch, shaped like the part from ``num_rows`` rows. Reject a part without rows."""
         if part.ndim == 0 or part.shape[0] % num_rows:
             raise ModelNotSupportedError(
                 f"a block's output of shape {tuple(part.shape)} does not follow the rows of the batch, so it cannot be "
@@ -259,7 +259,7 @@ class MicroBatchRandomness:
         # The state of each micro-batch's random stream; None if there is one micro-batch, which uses the global generators.
         self._streams: list[Any] | None = None
         self._draws = draws
-        self._outside: Any = None  # the state of the global generators, while they are replaced
+        self._outer_state: Any = None  # the state of the global generators, while they are replaced
         self._num_seeds = num_micro_batches if num_everywhere is None else num_everywhere
         if self._num_seeds > 1:
             self._before_draw = torch.get_rng_state()
@@ -267,12 +267,12 @@ class MicroBatchRandomness:
             self._after_draw = torch.get_rng_state()
             # The draw is taken back: `finish` repeats it if a micro-batch has used its numbers.
             torch.set_rng_state(self._before_draw)
-            self._seeded = [device.seeded_rng_state(seed) for seed in seeds]
-            self._streams = list(self._seeded)
+            self._first_states = [device.seeded_rng_state(seed) for seed in seeds]
+            self._streams = list(self._first_states)
             # Seeded by this rank's first micro-batch, so that each rank draws other numbers outside of blocks.
             if num_everywhere is not None and draws:
-                self._outside, self._replaced = device.rng_state(), device.seeded_rng_state(seeds[0] ^ _OUTSIDE)
-                device.set_rng_state(self._replaced)
+                self._outer_state, self._replacement = device.rng_state(), device.seeded_rng_state(seeds[0] ^ _OUTSIDE)
+                device.set_rng_state(self._replacement)
 
     @property
     def has_streams(self) -> bool:
@@ -281,11 +281,11 @@ class MicroBatchRandomness:
 
     def restore(self) -> bool:
         """Put the global generators back, if they were replaced. Return whether numbers were drawn while they were."""
-        if self._outside is None:
+        if self._outer_state is None:
             return False
-        was_drawn_from = not same_rng_state(self._device.rng_state(), self._replaced)
-        self._device.set_rng_state(self._outside)
-        self._outside = None
+        was_drawn_from = not same_rng_state(self._device.rng_state(), self._replacement)
+        self._device.set_rng_state(self._outer_state)
+        self._outer_state = None
         return was_drawn_from
 
     def finish(self) -> None:
@@ -297,7 +297,7 @@ class MicroBatchRandomness:
         drawn_outside = self.restore()
         if self._streams is None or not self._draws:
             return
-        drawn_in_blocks = not all(map(same_rng_state, self._streams, self._seeded))
+        drawn_in_blocks = not all(map(same_rng_state, self._streams, self._first_states))
         if not (drawn_in_blocks or drawn_outside):
             return
         # If other code has drawn from the global generator since, the seeds are drawn once more, after its numbers.

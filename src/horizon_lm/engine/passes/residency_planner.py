@@ -62,7 +62,7 @@ def plan_device(
     needed = activation_memory(
         [footprints] * num_micro_batches,
         hidden=hidden_bytes,
-        boundary=hidden_bytes * layout.kept_each,
+        boundary=hidden_bytes * layout.kept_each,  # with tiles, the output of the experts is kept, too
         tokens=tokens,
         head_peak=options.head_peak,
         chunk_tokens=options.chunk_tokens,
@@ -70,9 +70,9 @@ def plan_device(
     )
 
     table = BufferTable(layout, settings.options)
-    # With no resident block and all boundaries offloaded, to find the residency; then with that residency.
-    taken = _bytes_to_allocate(engine, buffer_bytes(layout, table, settings))
-    residency = _find_residency(engine, taken, [slots.num_bytes for slots in table.block_weights], needed)
+    # First for no resident block and all boundaries offloaded, to find the residency; then `final` has that residency.
+    to_allocate = _bytes_to_allocate(engine, buffer_bytes(layout, table, settings))
+    residency = _find_residency(engine, to_allocate, [slots.num_bytes for slots in table.block_weights], needed)
     final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
     buffers = sum(buffer_bytes(layout, table, final).values())
     step_peak = needed.step_peak(residency.boundaries, residency.graphs)
@@ -92,7 +92,7 @@ def _bytes_to_allocate(engine: Engine, buffers: Mapping[str, int]) -> int:
 
 
 def _find_residency(engine: Engine, taken: int, weights: Sequence[int], needed: ActivationMemory) -> Residency:
-    """Return what the options choose to keep on the device, as far as it fits; without a choice, what fits.
+    """Return the residency that the options choose, as far as it fits; without a choice, the residency that fits.
 
     Args:
         engine: the model's engine, on a device with limited memory.
@@ -100,17 +100,17 @@ def _find_residency(engine: Engine, taken: int, weights: Sequence[int], needed: 
         weights: bytes of the weights of each block on the device.
         needed: the memory that a step needs besides weights and buffers.
     """
-    spare, chosen = engine.device.spare_bytes(), engine.options.residency
+    spare, requested = engine.device.spare_bytes(), engine.options.residency
     assert spare is not None
     # The margin is for fragmentation of the allocator, of which the plan knows nothing.
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
-    if chosen is None:
+    if requested is None:
         return choose_residency(left, weights, needed)
-    resident = sum(weights[len(weights) - chosen.weights :])
+    resident = sum(weights[len(weights) - requested.weights :])
     # The user's choice is kept if it fits exactly, without the margin.
-    if needed.step_peak(chosen.boundaries, chosen.graphs) + resident <= spare - taken:
-        return chosen
-    return lower_residency(chosen, left, weights, needed)
+    if needed.step_peak(requested.boundaries, requested.graphs) + resident <= spare - taken:
+        return requested
+    return lower_residency(requested, left, weights, needed)
 
 
 def buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettings:
@@ -172,7 +172,7 @@ class ResidencyPlanner:
 
     @contextmanager
     def without_residency(self) -> Iterator[None]:
-        """Context manager: keep nothing resident, unless the options choose it; afterwards what `plan` keeps, if there is a plan."""
+        """Context manager: inside, keep only what the options choose resident; afterwards what `plan` keeps, if there is a plan."""
         engine = self._engine
         engine.resume_interrupted()
         engine.change_residency(engine.options.residency or Residency(0))
@@ -185,11 +185,11 @@ class ResidencyPlanner:
 
     def adopt(self, plan: DevicePlan, size: BatchSize) -> None:
         """Extend `plan` by a plan of this rank for batches of this size."""
-        plan = self._agree(plan)
+        plan = self._least_of_ranks(plan)
         self.plan = plan if self.plan is None else self.plan.merge(plan)
         self._planned = self._planned.merge(size)
 
-    def _agree(self, plan: DevicePlan) -> DevicePlan:
+    def _least_of_ranks(self, plan: DevicePlan) -> DevicePlan:
         """Return a plan that keeps as little resident as the rank with the least memory, since all ranks gather the same units."""
         everyone = self._engine.mesh.exchange("what stays on the device", astuple(plan.residency))
         return replace(plan, residency=Residency(*(min(column) for column in zip(*everyone, strict=True))))

@@ -38,10 +38,10 @@ class UnitMoves:
         self._engine, self._differentiated, self._routed = engine, differentiated, routed
 
     def __call__(self, op: Op) -> Sequence[Move] | None:
-        find = self._BY_KIND.get(op.kind)
-        if find is None or (op.unit == EMBED and op.kind != Kind.UPDATE):  # the rows depend on the batch
+        moves_of = self._BY_KIND.get(op.kind)
+        if moves_of is None or (op.unit == EMBED and op.kind != Kind.UPDATE):  # the rows depend on the batch
             return None
-        return find(self, op)
+        return moves_of(self, op)
 
     def _stream_in(self, op: Op) -> list[Move] | None:
         """Return the moves that stream a unit into its slot: copies, and the decoding of quantized tensors. Low halves of fp32 masters stay
@@ -52,13 +52,14 @@ class UnitMoves:
             return None
         part = engine.tiles.cores[op.unit] if is_routed else engine.part_of(op.unit)
         slot = engine.memory.weights_of(op.unit)
-        # Each of several ranks copies its own ranges, also of codes and scales, which are decoded once they are gathered.
+        # Each of several ranks copies its own ranges, also of codes and scales, which are decoded once they are gathered. The last cut
+        # is the length of what is gathered; 0 if nothing is quantized, or for a single rank.
         if part.packed_cuts[-1]:
             return [*part.copies(slot), *part.copies_of_codes(engine.memory.packed_of(op.unit))]
         return part.moves(slot, engine.tiles.decoded(op.unit))
 
     def _gather(self, op: Op) -> list[Move]:
-        """Return the moves that gather a unit in its slot, and decode there what is quantized."""
+        """Return the moves that gather a unit from all ranks in its slot, and decode its quantized tensors there."""
         engine, part = self._engine, self._engine.part_of(op.unit)
         slot, group = engine.memory.weights_of(op.unit), engine.mesh.gather
         moves: list[Move] = [

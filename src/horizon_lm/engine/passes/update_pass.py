@@ -38,7 +38,7 @@ class UpdatePass(NamedTuple):
         schedule: the pass over all units except the embedding.
         moves: the pieces of each unit's update, or of its second part.
         table: the embedding's update (`PendingUpdates`).
-        on_device: the parts before the second one, of the units that have them.
+        on_device: the first part and the computation on the device, of the units that have these.
     """
 
     schedule: Schedule
@@ -64,7 +64,7 @@ class UpdateMoves:
         self._engine, self._update = engine, update
 
     def __call__(self, op: Op) -> Sequence[Move]:
-        """Return the moves of an operation: a part of an update, or the way of matrices to the device and back."""
+        """Return the moves of an operation: a part of an update, or copies of matrices to the device, between ranks, or back."""
         if op.kind == Kind.UPDATE:
             return self._update.moves[op.unit]
         if op.kind == Kind.ADVANCE:
