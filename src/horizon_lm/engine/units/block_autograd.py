@@ -185,7 +185,7 @@ class BlockAutograd(UnitNode):
             with self.module.bound(experts.sink.leaves(self.blocks.weights(self.index))):
                 experts.find_output_grads(
                     recompute=lambda number: self._recompute(number, inputs),
-                    pairs_of=lambda number, graph: self._pairs(number, graph, grads),
+                    pairs_of=lambda number, graph: self._outputs_and_grads(number, graph, grads),
                 )
         experts.differentiate_tiles(self.context.run)
         return experts
@@ -214,7 +214,7 @@ class BlockAutograd(UnitNode):
                 self._differentiate(number, graph, inputs, grads, input_grads)
                 del graph  # freed before the next micro-batch makes its graph
         names = sink.close()
-        return input_grads, names if experts is None else self._in_order({*names, *experts.written})
+        return input_grads, names if experts is None else self._in_slab_order({*names, *experts.written})
 
     def _graph_of(self, number: int, inputs: list[torch.Tensor | None], experts: TiledBackward | None) -> Graph:
         """Return the graph of a micro-batch. For a single micro-batch of a block with tiles it is the graph in which `TiledBackward` found
@@ -224,10 +224,10 @@ class BlockAutograd(UnitNode):
             return self._recompute(number, inputs)
         if (kept := experts.take_graph()) is not None:
             return kept
-        with experts.differentiated(number):
+        with experts.with_known_grads(number):
             return self._recompute(number, inputs)
 
-    def _in_order(self, names: Set[str]) -> list[str]:
+    def _in_slab_order(self, names: Set[str]) -> list[str]:
         """Return the names of parameters in the order in which they lie in the block's slabs."""
         return [name for name in self.engine.slabs(block(self.index)).layout if name in names]
 
@@ -235,8 +235,8 @@ class BlockAutograd(UnitNode):
         """Raise StreamingError if attributes of the block's modules differ from those in the forward pass."""
         before, now = self.attributes, self.module.attributes()
         if before != now:
-            pairs = zip(before, now, strict=True)  # the attributes of each module, by name
-            changed = next(name for a, b in pairs for name in a | b if _differ(a, b, name))
+            of_modules = zip(before, now, strict=True)  # the attributes of each module, by name
+            changed = next(name for a, b in of_modules for name in a | b if _differ(a, b, name))
             raise StreamingError(
                 f"{self.module.name}: {changed!r} of one of its modules changed between the forward pass and the backward "
                 "pass, which recomputes the block. Change dropout rates, adapters and the like before the forward pass, and "
@@ -291,18 +291,18 @@ class BlockAutograd(UnitNode):
             self._require_equal(outputs, self.expected, micro_batch)
         return Graph(leaves, outputs)
 
-    def outputs_of(self, tensors: Sequence[Any], micro_batch: MicroBatch) -> Sequence[Any]:
-        """Return the entries of the batch of a micro-batch, from a sequence with one entry for each output of each batch."""
+    def entries_of_batch(self, tensors: Sequence[Any], micro_batch: MicroBatch) -> Sequence[Any]:
+        """Return the entries for the outputs of a micro-batch's batch, from a sequence of entries for the outputs of all batches."""
         return tensors[consecutive(each.num_tensors for each in self.outputs)[micro_batch.batch]]
 
-    def _pairs(
+    def _outputs_and_grads(
         self, number: int, graph: Graph, grads: Sequence[torch.Tensor | None]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the outputs of a micro-batch that a loss depends on, with their gradients."""
         micro_batch = self.micro_batches[number]
         return [
             (output, rows_of_output(grad, output, micro_batch.rows))
-            for output, grad in zip(graph.outputs, self.outputs_of(grads, micro_batch), strict=True)
+            for output, grad in zip(graph.outputs, self.entries_of_batch(grads, micro_batch), strict=True)
             if grad is not None and output.requires_grad
         ]
 
@@ -313,7 +313,7 @@ class BlockAutograd(UnitNode):
         """Differentiate one micro-batch. Add the gradients of its inputs to ``input_grads``, the gradients of the inputs of whole batches.
         Hooks of the leaves move the gradients of the block's parameters into the sink.
         """
-        micro_batch, pairs = self.micro_batches[number], self._pairs(number, graph, grads)
+        micro_batch, pairs = self.micro_batches[number], self._outputs_and_grads(number, graph, grads)
         with torch.enable_grad():
             # All outputs in one call, so that each leaf gets a single gradient, summed as plain autograd sums it.
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
@@ -337,7 +337,7 @@ class BlockAutograd(UnitNode):
         self, outputs: list[torch.Tensor], expected: list[torch.Tensor], micro_batch: MicroBatch
     ) -> None:
         """Raise RecomputeMismatchError if recomputed outputs differ in any bit from the outputs of the forward pass."""
-        for output, whole in zip(outputs, self.outputs_of(expected, micro_batch), strict=True):
+        for output, whole in zip(outputs, self.entries_of_batch(expected, micro_batch), strict=True):
             before = rows_of_output(whole, output, micro_batch.rows)
             if not torch.equal(output, before):
                 difference = (output.float() - before.float()).abs().max().item()

@@ -4,8 +4,8 @@ Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch
 micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,7 +113,7 @@ class BlockComputation:
             weights = self.weights(index)
             has_graph = saved is not None and saved.sink is not None
             with module.bound(weights if saved is None else saved.params(weights), differentiates=has_graph):
-                run.compute_all(in_lockstep=in_tiles)  # a tile computes the rows of all of them
+                run.compute_all(in_lockstep=in_tiles)  # a tile computes the rows of all micro-batches
             if offload:
                 self._offload_experts(index, calls, experts)
             # Resident weights are read again, in the backward pass and by later passes until an update.
@@ -167,12 +167,12 @@ class BlockComputation:
     def _boundary_bytes(self, calls: BlockCalls) -> tuple[int, int]:
         """Return two sizes of a boundary in bytes: for these batches, and for the largest expected batch.
 
-        It has the hidden states (B, T, H), and of a model with tiles as many bytes again for the output of experts.
+        A boundary has the hidden states (B, T, H); in a model with tiles, the output of the experts, of the same size, is in it, too.
         """
-        tensors, kinds = calls.tensors, self.engine.tiles.kept_each
+        tensors, count = calls.tensors, self.engine.tiles.kept_each
         hidden = [tensors[i] for i in calls.hidden]
         token_bytes = hidden[0].shape[-1] * hidden[0].element_size()
-        return kinds * sum(each.nbytes for each in hidden), kinds * self.engine.expected.tokens * token_bytes
+        return count * sum(each.nbytes for each in hidden), count * self.engine.expected.tokens * token_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,18 +212,21 @@ class _BlockRun:
         if saved is not None:
             inputs = saved.inputs(inputs, self.calls.spans[part.batch])
         args, kwargs = call.rebuild(inputs)
-        choices = None if saved is None else saved.new_choices()
-        with (
-            self.engine.forward.randomness.drawing(number) as rng_state,
-            nullcontext() if saved is None else saved.computing(),
-            nullcontext() if choices is None else choices.recorded(),
-            nullcontext() if saved is None else rejecting_state(self.module.name, args, kwargs),
-        ):
+        with self.engine.forward.randomness.drawing(number) as rng_state, self._repeatable(args, kwargs):
             segments = self.engine.forward.batches[part.batch].segments
             tree = Tree(run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled))
         if saved is not None:
             tree.tensors = saved.save(rng_state, inputs, tree.tensors)
         self.outputs[part.batch].add(part.rows, tree)
+
+    @contextmanager
+    def _repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Context manager: run the block with these arguments so that the backward pass, if there is one, can compute it again."""
+        if self.saved is None:
+            yield
+            return
+        with self.saved.computing(), self.saved.recorded_choices(), rejecting_state(self.module.name, args, kwargs):
+            yield
 
 
 def put_bytes(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:

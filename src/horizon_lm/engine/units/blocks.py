@@ -69,7 +69,7 @@ class Blocks(BlockComputation):
         if state is not None and index in state.keeps:
             node = BlockAutograd(self, index, joined, keys, state, hooked, uncompiled, self.gradient_check)
             tensors = node.compute(*joined.tensors)
-            # From the tensors that `compute` returns, which have the node as their grad_fn.
+            # Rebuilt from the tensors that `compute` returns, which have the node as their grad_fn.
             return rebuild_all(node.outputs, tensors)
         outputs = self.compute_forward(index, joined, keys, uncompiled)
         rebuilt = [each.rebuild(each.tensors) for each in outputs]

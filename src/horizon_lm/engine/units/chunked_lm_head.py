@@ -41,12 +41,13 @@ class ChunkedLmHead:
 
     def __init__(self, head: LmHead, path: ChunkedPath, call_model: Callable[..., Any]) -> None:
         self.head, self.engine, self.path, self.call_model = head, head.engine, path, call_model
-        self._active = False  # the forward pass over the whole batch is running, without the head
+        self._runs_trunk = False  # the forward pass over the whole batch is running, without the head
         self._skips_norm = False  # the final norm is also skipped and left to the chunks
         self._norm_input: dict[int, torch.Tensor] = {}  # by `caller_id`, (B, T, H)
         self._hidden: dict[int, torch.Tensor] = {}  # output of the trunk, (B, T, H)
         self._chunk: Chunk | None = None  # the chunk that the model is computing
         self._vocabulary = self.engine.parts.vocabulary
+        # By the full name of a parameter, the attribute of the module that holds it.
         self._head_attributes = self._attributes_of(head.module)
         self.norm_attributes = self._attributes_of(self.engine.parts.final_norm)
 
@@ -56,14 +57,14 @@ class ChunkedLmHead:
         return self.engine.options.head_chunk_tokens
 
     def _attributes_of(self, owner: Any) -> dict[str, str]:
-        """Return the attributes of a module that are parameters, by the parameter's full name."""
+        """Return the attribute of a module that holds each of its parameters, by the parameter's full name."""
         refs = self.engine.refs.items()
         return {name: attribute for name, ref in refs for module, attribute in ref.places if module is owner}
 
     @property
     def replaces_head(self) -> bool:
         """True while this object replaces the head's module."""
-        return self._active or self._chunk is not None
+        return self._runs_trunk or self._chunk is not None
 
     @contextmanager
     def without_head(self, with_norm: bool) -> Iterator[None]:
@@ -72,12 +73,12 @@ class ChunkedLmHead:
         Args:
             with_norm: compute the final norm nevertheless, because the caller or a hook uses its output.
         """
-        self._active, self._skips_norm = True, self.path.norm_is_last and not with_norm
+        self._runs_trunk, self._skips_norm = True, self.path.norm_is_last and not with_norm
         try:
             yield
         finally:
-            self._active = False
-            # After an error, hidden states of the whole batch would stay alive here.
+            self._runs_trunk = False
+            # After an error, hidden states would stay alive here. `_skips_norm` stays as it is, for the chunks (`outer_names`).
             self._norm_input, self._hidden = {}, {}
 
     def take_hidden(self) -> torch.Tensor:
@@ -86,9 +87,7 @@ class ChunkedLmHead:
         return self._hidden.pop(caller_id())
 
     def outer_names(self) -> list[str]:
-        """Return the full names of the outer parameters used by chunks: those of the norm, and the bias of a
-        tied head.
-        """
+        """Return the full names of the outer parameters that chunks use: the weights of the norm, and the bias of a tied head."""
         norm = list(self.norm_attributes) if self._skips_norm else []
         return [*norm, *self.head.outer_places]
 
@@ -101,7 +100,7 @@ class ChunkedLmHead:
             # computed here.
             return Decoded(self._chunk.normalise())
         output = forward(*args, **kwargs)
-        if self._active:
+        if self._runs_trunk:
             hidden, norm_input = hidden_of(output), self._norm_input.get(caller_id())
             self._hidden[caller_id()] = hidden
             # A skipped norm must be the trunk's last operation, or chunks would apply it in the wrong place.
@@ -116,7 +115,7 @@ class ChunkedLmHead:
         """Run the final norm, or skip it if each chunk computes it (`Chunk.normalise`), so that its float32 copy of (B, T, H) is
         never made.
         """
-        if not (self._active and self._skips_norm):
+        if not (self._runs_trunk and self._skips_norm):
             return forward(hidden)
         # By batch, so that `trunk_forward` can check that nothing follows the norm.
         self._norm_input[caller_id()] = hidden

@@ -52,7 +52,7 @@ class ChunkedRun(HeadRun):
 
     @abstractmethod
     def collect(self, index: torch.Tensor, values: list[torch.Tensor]) -> None:
-        """Put the values of a chunk into the results of the running forward pass, of which the backward pass has none."""
+        """Add the values of a chunk to the results of the running forward pass. In the backward pass there are no results."""
 
     def take_results(self) -> tuple[torch.Tensor, ...]:
         """Return the results, and forget them, because autograd lets them refer to this run."""
@@ -90,18 +90,18 @@ class ChunkedRun(HeadRun):
                     target.zero_()
         hidden_grad = torch.zeros_like(flat)  # zero for tokens in no chunk
         # One leaf for all chunks, so that their gradients are summed.
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in outer.items()}
+        outer_leaves = {name: tensor.detach().requires_grad_() for name, tensor in outer.items()}
         with torch.enable_grad(), no_autocast_cache():
             for index in chunks:
                 # A copy of the chunk's rows, and the leaf of its graph, which ends here.
-                leaf = flat[index].requires_grad_()  # (N, H)
-                values = self.chunk_values(Chunk(self.owner, leaf[None], leaves, slot), index, list(grads))
+                chunk_leaf = flat[index].requires_grad_()  # (N, H)
+                values = self.chunk_values(Chunk(self.owner, chunk_leaf[None], outer_leaves, slot), index, list(grads))
                 pairs = zip(grads.values(), values, strict=True)
                 torch.autograd.backward(values, [_grad_of_chunk(grad, index, value.dtype) for grad, value in pairs])
-                hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
+                hidden_grad[index] = chunk_leaf.grad if chunk_leaf.grad is not None else 0
                 self.collect(index, [value.detach() for value in values])
         outer_grads: list[torch.Tensor | None] = [
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in outer_leaves.values()
         ]
         return hidden_grad.view(hidden.shape), outer_grads
 
@@ -150,11 +150,11 @@ class LossRun(ChunkedRun):
     def backward(
         self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: Outer, slot: GradSlot | None
     ) -> Grads:
-        """Return the gradients that the forward pass has computed, multiplied by that of the loss, or compute them again."""
+        """Return the gradients that the forward pass has computed, multiplied by the gradient of the loss, or compute them again."""
         (grad,) = grads
         assert grad is not None
         assert self.forward_state is not None
-        # The forward pass has computed no gradients, or another backward pass has overwritten those of the head.
+        # Computed now if the forward pass has not done it, or if another backward pass has overwritten the head's gradients.
         if self.computed is None or not self.forward_state.has_head_grads:
             return self.context.run(lambda: self.differentiate(hidden, outer, slot, {"loss": grad}))
         # The loss that the caller keeps holds this node: gradients (B, T, H) must not stay with it.
@@ -234,4 +234,4 @@ class LogprobRun(ChunkedRun):
 
     def collect(self, index: torch.Tensor, values: list[torch.Tensor]) -> None:
         for whole, part in zip(self._results, values, strict=False):
-            whole[index] = part  # (B * T,) at (N,)
+            whole[index] = part  # (B * T,) at (N,); not strict, because the backward pass has no results

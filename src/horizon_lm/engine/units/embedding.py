@@ -70,7 +70,7 @@ class StreamedEmbedding:
         lookup = _Lookup(self, rows, positions, engine.recording, room)
         if engine.recording is not None and self._is_trained():
             return lookup.compute(received)
-        return lookup.forward([received], [False])
+        return lookup.forward([received], needs_grad=[False])
 
     def _distinct_rows(self, batches: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the distinct rows (R,) that any rank reads, sorted, and the position among them of each id of this rank, for all
@@ -97,8 +97,8 @@ class StreamedEmbedding:
             engine.cursor.bind(Kind.GATHER, EMBED, [Gather(engine.mesh.gather, received, self._cuts(rows))])
 
     def _max_rows(self, tokens: int, vocabulary: int) -> int:
-        """Return an upper bound on the distinct rows that all ranks together read in a pass with this many tokens on each of them, or in a
-        recorded pass with the tokens of the largest expected batch, if these are more.
+        """Return the most distinct rows that all ranks together can read in a pass with this many tokens on each rank, or, if the pass is
+        recorded, with the tokens of the largest expected batch, if that has more.
 
         Buffers are allocated for this number of rows, so that no later batch with more distinct ids replaces them.
         """
@@ -116,7 +116,7 @@ class StreamedEmbedding:
             )
 
     def _look_up_outside(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ids outside of the model's forward pass. A gradient of the result, which may be detached, is rejected."""
+        """Look up ids outside of the model's forward pass. The result rejects a gradient, unless it is detached."""
         with torch.no_grad():
             hidden = self._look_up_on_host(ids)
         if not (torch.is_grad_enabled() and self.engine.refs[self._name].param.requires_grad):
@@ -145,14 +145,14 @@ class StreamedEmbedding:
         # A copy even on the CPU, where a slice would be a view of the weights that code could write to or mark as a
         # leaf.
         rows = self._table()[index].to(engine.device.torch_device, engine.options.compute_dtype, copy=True)
-        # Only a lookup lands gradients. If a backward pass may follow that trains the table, one that reaches these rows is an error.
+        # Only a lookup lands gradients, so if the backward pass of this pass trains the table, a gradient of these rows is an error.
         if engine.recording is not None and self._is_trained():
             rows.requires_grad_().register_hook(_reject_gradient)
         return rows
 
     def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids on the host. If they are the ids of a batch, unchanged since the caller gave them on the host, return the caller's:
-        for a copy from the device the host would wait.
+        """Return ids on the host: the caller's own tensor, if ``ids`` is its unchanged copy on the device, because the host would wait for
+        a copy from there.
         """
         # Most models pass the ids on as they are, or as another view of the same memory.
         for batch in self.engine.forward.batches:
@@ -171,7 +171,7 @@ class StreamedEmbedding:
         return slab.layout.view(slab.weights, self._name)
 
     def _own_part(self, rows: torch.Tensor) -> slice:
-        """Return the place of the rows that this rank owns among sorted rows (R,)."""
+        """Return the range, among sorted rows (R,), of the rows that this rank owns."""
         shard = self.engine.store.shard
         return slice(0, rows.numel()) if shard.is_whole else shard.own(self._cuts(rows))
 
@@ -186,7 +186,7 @@ class StreamedEmbedding:
     def landing_move(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
         """Return the move that lands the gradients of distinct rows, in the table's gradient or in a buffer of landed rows.
 
-        Side effect: unless they are added to a gradient, the sum of squares begins anew.
+        Side effects: unless they are added to a gradient, the sum of squares begins anew; for a buffer, the host waits for running updates.
 
         Args:
             rows: the rows, shape (R,).
@@ -241,7 +241,7 @@ class _Lookup(UnitNode):
         padding: int | None = getattr(embedding.module, "padding_idx", None)
         found = (rows == padding).nonzero() if padding is not None else rows.new_empty(0)
         self._padding_position = int(found[0]) if len(found) else None  # the place of the padding row among the rows
-        self._weight: torch.Tensor | None = None  # a copy of the rows, if the gradient depends on their values
+        self._row_values: torch.Tensor | None = None  # a copy of the rows, if the gradient depends on their values
 
     def look_up(self, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run the model's embedding module on these rows (R, H) and the positions (B, T) of tokens among them."""
@@ -258,7 +258,7 @@ class _Lookup(UnitNode):
             hidden = tuple(self.look_up(received, positions) for positions in self.positions)
             # The next batch overwrites the buffer, so rows that the backward pass needs are copied.
             if self.forward_state is not None and not self.embedding.is_linear:
-                self._weight = received.clone()
+                self._row_values = received.clone()
             engine.device.poison(received)
         return hidden
 
@@ -299,6 +299,6 @@ class _Lookup(UnitNode):
             options, device = self.engine.options, self.engine.device.torch_device
             zero = torch.zeros((), dtype=options.compute_dtype, device=device)
             return zero.expand(self.rows.numel(), self.embedding.width).requires_grad_()
-        assert self._weight is not None
-        leaf, self._weight = self._weight, None
+        assert self._row_values is not None
+        leaf, self._row_values = self._row_values, None
         return leaf.requires_grad_()

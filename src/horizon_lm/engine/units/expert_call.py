@@ -62,11 +62,11 @@ class ExpertCall:
         self._hidden, self._weights = hidden.detach(), weights.detach()
         num_tokens, num_ranks = ids.shape
         flat = (ids.t() if self._order.by_rank else ids).reshape(-1)
-        self._experts, order = self._order.sort(flat)  # (S,)
-        # By row (S,): its token, and the place of its pair in the flattened (N, K). `order` counts in (K, N) if rows are ordered by rank,
-        # and otherwise in (N, K).
-        self._tokens = order % num_tokens if self._order.by_rank else order // num_ranks
-        self._places = self._tokens * num_ranks + order // num_tokens if self._order.by_rank else order
+        self._experts, sources = self._order.sort(flat)  # (S,)
+        # By row (S,): its token, and the place of its pair in the flattened (N, K). `sources` are places in the flattened (K, N) if rows
+        # are ordered by rank, and otherwise in (N, K).
+        self._tokens = sources % num_tokens if self._order.by_rank else sources // num_ranks
+        self._places = self._tokens * num_ranks + sources // num_tokens if self._order.by_rank else sources
         self._count = count
         if before is not None:  # the host waits for them only once
             self._bounds = before._bounds
@@ -79,9 +79,9 @@ class ExpertCall:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """The places at which the rows of each expert begin among the sorted rows, and that at which those of the last end.
+        """The places at which the rows of each expert begin among the sorted rows, and the place at which the last expert's rows end.
 
-        The host waits for them. That is not until rows are computed, when all micro-batches of the block are enqueued.
+        The host waits for them at the first use, when rows are computed and all micro-batches of the block are enqueued.
         """
         experts = torch.arange(self._count + 1, device=self._experts.device)
         bounds: list[int] = torch.searchsorted(self._experts, experts).tolist()
@@ -93,7 +93,7 @@ class ExpertCall:
 
     def compute(self, experts: slice, function: Experts) -> None:
         """Compute the rows of a tile's experts by its function, and keep their outputs for `finish`."""
-        tile = self._tile(experts)
+        tile = self._rows_of_tile(experts)
         if tile is None:
             return
         ids, rows = tile
@@ -111,7 +111,7 @@ class ExpertCall:
         total[self._places[rows] if by_place else rows] = new
         return total
 
-    def _tile(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _rows_of_tile(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the experts (R, 1) of a tile's rows, counted from the tile's first, and the numbers of these rows (R,) among all sorted
         rows; None if no token is routed to these experts. Both have the order in which the experts' function is given the rows.
         """
@@ -121,8 +121,8 @@ class ExpertCall:
         ids = self._experts[start:stop] - experts.start
         # The function sorts by expert again, and an unstable sort exchanges rows of one expert. Rows are given in the order that this
         # exchange turns into the present one. All exchanged rows have the same expert, so `ids` is the same in either order.
-        given = self._order.before_sorting(ids)
-        return ids[:, None], start + given
+        positions = self._order.before_sorting(ids)
+        return ids[:, None], start + positions
 
     def finish(self) -> None:
         """Add up the output (N, H) after all rows are computed, and forget what the backward pass computes again."""
@@ -132,12 +132,12 @@ class ExpertCall:
             output = rows.view(*self._ids.shape, -1).sum(dim=1).to(output.dtype)
         elif rows is not None:
             for expert in range(len(self._bounds) - 1):
-                self._add(output, rows, expert)
+                self._add_expert(output, rows, expert)
         self.output = output
         del self._ids, self._hidden, self._weights, self._experts, self._tokens, self._places
 
-    def _add(self, total: torch.Tensor, rows: torch.Tensor, expert: int) -> None:
-        """Add the rows (S, H) of one expert to their tokens in a total (N, H). A token occurs once among them, so the order does not matter."""
+    def _add_expert(self, total: torch.Tensor, rows: torch.Tensor, expert: int) -> None:
+        """Add the rows (S, H) of one expert to their tokens in a total (N, H), in any order, since a token occurs once among them."""
         start, stop = self._bounds[expert], self._bounds[expert + 1]
         if start < stop:
             total.index_add_(0, self._tokens[start:stop], rows[start:stop].to(total.dtype))
@@ -158,9 +158,9 @@ class ExpertCall:
 
     def differentiate(self, experts: slice, function: Experts) -> None:
         """Compute the rows of a tile's experts again, and differentiate them. Keep the gradients of their hidden states and weights;
-        those of parameters go to the leaves that ``function`` computes with.
+        gradients of parameters go to the leaves that ``function`` computes with.
         """
-        tile = self._tile(experts)
+        tile = self._rows_of_tile(experts)
         if tile is None:
             return
         ids, rows = tile
@@ -181,31 +181,31 @@ class ExpertCall:
             self._weight_grads[places] = weights.grad
 
     def take_grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of hidden states (N, H), summed over the rows of a token, and of weights (N, K); None for those that
-        need none.
+        """Return the gradients of hidden states (N, H), summed over the rows of a token, and of weights (N, K); None for an input that
+        needs none.
 
         Raises:
             StreamingError: this call belongs to a graph that must not be differentiated.
         """
         if self._grad is None:
             raise unexpected_gradient()
-        rows, self._row_grads = self._row_grads, None
+        row_grads, self._row_grads = self._row_grads, None
         weight_grads = None if self._weight_grads is None else self._weight_grads.view(self._ids.shape)
         if not self._needs_grad.hidden:
             return None, weight_grads
         grads = torch.zeros_like(self._hidden)
-        if rows is not None:
-            self._add_grads(grads, rows)
+        if row_grads is not None:
+            self._add_row_grads(grads, row_grads)
         return grads, weight_grads
 
-    def _add_grads(self, total: torch.Tensor, rows: torch.Tensor) -> None:
+    def _add_row_grads(self, total: torch.Tensor, rows: torch.Tensor) -> None:
         """Add the gradients of all rows (S, H) to those of their tokens (N, H), in the order in which the function that computes the
         experts adds them (`Order.grads`).
         """
         match self._order.grads:
             case GradOrder.EXPERTS_FROM_LAST:
                 for expert in reversed(range(len(self._bounds) - 1)):
-                    self._add(total, rows, expert)
+                    self._add_expert(total, rows, expert)
             case GradOrder.TOKENS:
                 tokens = torch.arange(len(total), device=total.device).repeat_interleave(self._ids.shape[1])
                 total.index_add_(0, tokens, rows)

@@ -14,9 +14,9 @@ from horizon_lm.memory.unit_slabs import Slot
 
 
 class GradSink:
-    """The receiver of a block's gradients, which moves each gradient into the slot as soon as autograd has computed it.
+    """The receiver of all gradients of one block: it makes the leaves, and has a `GradSlot` for its weights and one for its adapters.
 
-    At most one gradient therefore exists on the device in addition to the slot, however large the block is.
+    Each gradient moves into its slot as soon as autograd has computed it, so at most one exists on the device beside the slots.
     """
 
     def __init__(self, engine: Engine, index: int) -> None:
@@ -31,7 +31,7 @@ class GradSink:
         """Return fresh leaves over a block's weights on the device, by their names inside the block."""
         return fresh_leaves(views, [self._slot, self._adapter_slot], self._prefix)
 
-    def traps(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def trapped_leaves(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return leaves like `leaves`, for a graph that must not be differentiated: a gradient that reaches one is an
         error.
         """
@@ -95,12 +95,12 @@ def unexpected_gradient() -> StreamingError:
 def fresh_leaves(
     views: Mapping[str, torch.Tensor], slots: Iterable["GradSlot"], prefix: str = ""
 ) -> dict[str, torch.Tensor]:
-    """Return a leaf for each weight, whose gradient goes to the slot that takes it; frozen weights are in none.
+    """Return a leaf for each weight. A hook moves its gradient to the slot that takes it; frozen weights are in no slot.
 
     Args:
         views: the weights.
         slots: the slots, which know weights by their full names.
-        prefix: what the names of the weights lack of their full names.
+        prefix: the beginning of the full names, which the names of the weights lack.
     """
     leaves = {}
     for name, view in views.items():
@@ -115,7 +115,7 @@ def fresh_leaves(
 
 
 class GradSlot:
-    """A gradient slot, and the trained parameters of a unit whose gradients go to it.
+    """A gradient slot, and the trained parameters of a unit whose gradients go to it as wholes. A `GradSink` has two.
 
     Attributes:
         layout: the layout of the slot.
@@ -146,7 +146,7 @@ class GradSlot:
         return self.view(name), adds
 
     def hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        """Return the hook for a parameter's leaf."""
+        """Return the hook that moves the gradient of a parameter's leaf into the slot, and frees it."""
 
         def take(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
@@ -179,7 +179,7 @@ class GradSlot:
 
 
 class PartialSlot(GradSlot):
-    """The places of some parameters in a gradient slot that other computations fill, too, or parts of these places.
+    """A `GradSlot` that fills only a part of the place of each gradient, and zeroes no other place: other computations fill the rest.
 
     Args:
         layout, trained: as in `GradSlot`.

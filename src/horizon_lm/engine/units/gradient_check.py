@@ -65,7 +65,7 @@ class GradientCheck:
         plain = self._plain_grads(node, inputs, grads, dtype)
         # In float32, plain autograd is the reference itself; otherwise its own error says how much rounding is normal.
         exact = plain if dtype == torch.float32 else self._plain_grads(node, inputs, grads, torch.float32)
-        bounds = _bounds(exact, plain, dtype)
+        bounds = _allowed_errors(exact, plain, dtype)
         for number, grad in enumerate(input_grads):
             if grad is not None:
                 name = _input_name(number)
@@ -134,7 +134,7 @@ class GradientCheck:
                     raise _DrawsNumbersError
             pairs = [
                 (t, rows_of_output(g, t, part.rows).to(t.dtype))
-                for t, g in zip(Tree(output).tensors, node.outputs_of(grads, part), strict=True)
+                for t, g in zip(Tree(output).tensors, node.entries_of_batch(grads, part), strict=True)
                 if g is not None and t.requires_grad
             ]
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -162,7 +162,7 @@ def _input_name(index: int) -> str:
     return f"gradient of input {index}"
 
 
-def _bounds(exact: Grads, plain: Grads, dtype: torch.dtype) -> dict[str, float]:
+def _allowed_errors(exact: Grads, plain: Grads, dtype: torch.dtype) -> dict[str, float]:
     """Return the allowed error of each gradient as a norm: a multiple of the error of plain autograd in ``dtype``, plus
     rounding.
     """

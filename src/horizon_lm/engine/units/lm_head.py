@@ -120,7 +120,7 @@ class HeadRun(ABC):
     def backward(
         self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: Outer, slot: GradSlot | None
     ) -> Grads:
-        """Return the gradients of what the results are computed from. Those of the head's weights go to the slot.
+        """Return the gradients of hidden states and outer parameters. Gradients of the head's weights go to the slot.
 
         Args:
             grads: the gradient of each result; None for a result that no loss depends on. At least one is not None.
@@ -194,9 +194,9 @@ class _HeadNode(UnitNode):
                 if all(grad is None for grad in grads[part]):
                     hidden_grads.append(None)
                     continue
-                hidden_grad, more = run.backward(grads[part], states, outer, slot)
+                hidden_grad, new_outer_grads = run.backward(grads[part], states, outer, slot)
                 hidden_grads.append(hidden_grad)
-                outer_grads = list(map(_add, outer_grads, more))
+                outer_grads = list(map(_sum_of_grads, outer_grads, new_outer_grads))
             if not self.forward_state.has_head_grads:  # otherwise this pass has not streamed them in
                 engine.poison_weights(HEAD)
             if slot is not None:
@@ -205,7 +205,7 @@ class _HeadNode(UnitNode):
         return [*outer_grads, *hidden_grads]
 
 
-def _add(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+def _sum_of_grads(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     """Return the sum of two gradients, of which None is zero."""
     return other if one is None else one if other is None else one + other
 
@@ -222,7 +222,7 @@ class LogitsRun(HeadRun):
         head = self._head
         pack, unpack = _without_weights(head.engine.memory.weights_of(HEAD))
         with torch.enable_grad(), no_autocast_cache():
-            # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
+            # A graph apart from autograd's, because its weights are in a buffer that other units will use. Hidden states are the last leaf.
             leaves = [each.detach().requires_grad_(each.requires_grad) for each in (*outer.values(), hidden)]
             weights = fresh_leaves(head.weights(), [] if slot is None else [slot])
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -26,7 +26,7 @@ class LossInputs:
 
     @classmethod
     def of(cls, call: dict[str, Any], device: torch.device) -> "LossInputs":
-        """Remove ``labels`` or ``shift_labels`` (B, T) and ``num_items_in_batch`` from the arguments of a model call.
+        """Remove ``labels`` or ``shift_labels`` (B, T) and ``num_items_in_batch`` from the arguments of a call. Return the loss inputs.
 
         The trained positions are found before labels are copied to the device, where the host would have to wait for
         their number. The results are on the device.

@@ -101,7 +101,7 @@ class _OuterNode(UnitNode):
             for name, grad in found.items():
                 target, _ = slot.write(name)
                 target.copy_(grad)
-            slot.written |= engine.backward.adapters
+            slot.written |= engine.backward.adapters  # so that `zero_the_rest` leaves them as they are
             slot.zero_the_rest()
             engine.backward.note_written(OUTER, slot.names_written())
         return [None] * len(self._names)

@@ -51,14 +51,14 @@ class OuterDropout:
         dropped: torch.Tensor = batched_call(("dropout", id(dropout)), hidden, partial(self._forward_all, own))
         return dropped
 
-    def _forward_all(self, own: _Forward, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _forward_all(self, own_forward: _Forward, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the outputs for all batches of the pass."""
         running = self._engine.forward
         if [len(each) for each in batches] != list(running.num_rows):  # a probe, or something else than hidden states
-            return [own(each) for each in batches]
+            return [own_forward(each) for each in batches]
         parts: list[list[torch.Tensor]] = [[] for _ in batches]
         for number, part in enumerate(running.micro_batches):
             # The stream of a micro-batch goes on from here into the blocks.
             with running.randomness.drawing(number):
-                parts[part.batch].append(own(batches[part.batch][part.start : part.stop]))
+                parts[part.batch].append(own_forward(batches[part.batch][part.start : part.stop]))
         return [each[0] if len(each) == 1 else torch.cat(each) for each in parts]

@@ -36,30 +36,30 @@ class RowDims:
 
     def of(self, index: int, calls: BlockCalls) -> list[int | None]:
         """Return the row dimension of each tensor input of a block; None if it has none, or if its batch has a single micro-batch."""
-        split = cut_batches(self._engine.forward.micro_batches)
+        cut = cut_batches(self._engine.forward.micro_batches)
         dims: list[int | None] = []
         for batch, call in enumerate(calls.calls):
-            dims += self._of_batch(index, batch, call) if batch in split else [None] * len(call.paths)
+            dims += self._of_batch(index, batch, call) if batch in cut else [None] * len(call.paths)
         return dims
 
     def _of_batch(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
         """Return the row dimension of each input of one batch."""
         arguments = self._engine.forward.batches[batch].call
         kind = tuple(sorted((name, _rank(value)) for name, value in arguments.items()))
-        # Without a block number: one trial serves all blocks whose inputs have the same names and ranks.
+        # Without the number of the block: one trial serves all blocks whose inputs have the same names and ranks.
         keys = [(kind, path) for path in call.paths]
         if any(key not in self._known for key in keys):
-            self._known.update(zip(keys, self._find(index, batch, call), strict=True))
+            self._known.update(zip(keys, self._find_by_trial(index, batch, call), strict=True))
         return [self._known[key] for key in keys]
 
-    def _find(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
+    def _find_by_trial(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
         """Return the dimension of each input that has one more entry for one more row.
 
         Raises:
             ModelNotSupportedError: a shape changes other than by one in one dimension.
         """
         rows, dims = self._engine.forward.num_rows[batch], list[int | None]()
-        for (path, _), tensor, larger in zip(call.paths, call.tensors, self._with_one_more(index, batch), strict=True):
+        for (path, _), tensor, larger in zip(call.paths, call.tensors, self._larger_shapes(index, batch), strict=True):
             shape = tensor.shape
             changed = [dim for dim in range(len(shape)) if shape[dim] != larger[dim]]
             # Exactly one dimension may follow the rows, and by one entry for each row: otherwise a slice would cut a row in two.
@@ -71,12 +71,12 @@ class RowDims:
             dims.append(changed[0] if changed else None)
         return dims
 
-    def _with_one_more(self, index: int, batch: int) -> list[torch.Size]:
+    def _larger_shapes(self, index: int, batch: int) -> list[torch.Size]:
         """Run the model's outer code on a batch of the pass with one more row. Return the shapes of the inputs that it gives to a block."""
         engine, forward, parts = self._engine, self._engine.forward, self._engine.parts
         rows, arguments = forward.num_rows[batch], Tree(forward.batches[batch].call)
         pairs = zip(arguments.paths, arguments.tensors, strict=True)
-        call = arguments.rebuild([_one_more_row(path, tensor, rows) for (path, _), tensor in pairs])
+        call = arguments.rebuild([_repeat_first_row(path, tensor, rows) for (path, _), tensor in pairs])
         shapes: list[torch.Size] = []
 
         def answer(reached: int, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def _rank(value: Any) -> Any:
     return value.ndim if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _one_more_row(path: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+def _repeat_first_row(path: str, value: torch.Tensor, rows: int) -> torch.Tensor:
     """Return a tensor among the model's arguments, at this path, with its first row repeated at the end."""
     # One-dimensional arguments, such as cache positions, count tokens.
     if value.ndim < 2:

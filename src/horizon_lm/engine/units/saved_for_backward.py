@@ -80,7 +80,7 @@ class SavedForBackward:
         if self.sink is None:
             return weights
         if self.graph_use is GraphUse.TRAPPED:
-            return self.sink.traps(weights)
+            return self.sink.trapped_leaves(weights)
         return self.sink.leaves(weights)
 
     def inputs(self, tensors: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ class SavedForBackward:
 
         Args:
             tensors: the inputs.
-            span: the place of these inputs among those of the node.
+            span: the place of these inputs among the inputs of the node.
         """
         if self.graph_use is GraphUse.NONE:
             return tensors
@@ -98,28 +98,28 @@ class SavedForBackward:
         return leaves
 
     def input_leaves(self, inputs: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
-        """Return fresh leaves over inputs, which are ``span`` among those of the node. A leaf requires a gradient if its input did."""
+        """Return fresh leaves over inputs, which are ``span`` among all of the node. A leaf requires a gradient if its input did."""
         # Detached, so that differentiating the graph ends at the block; autograd passes the gradients on.
         return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad[span], strict=True)]
 
-    def new_choices(self) -> Choices | None:
-        """Add and return a record for the choices of the next micro-batch; None for a block without tiles."""
+    def recorded_choices(self) -> AbstractContextManager[None]:
+        """Return the context in which the experts that the next micro-batch chooses are recorded, if the block has tiles."""
         if not self._has_tiles:
-            return None
+            return nullcontext()
         self.choices.append(Choices())
-        return self.choices[-1]
+        return self.choices[-1].recorded()
 
     def repeated_choices(self, number: int) -> AbstractContextManager[None]:
         """Return the context in which a micro-batch is computed again with the experts that it has chosen."""
         return self.choices[number].repeated() if self._has_tiles else nullcontext()
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return the context in which the block's forward computation runs."""
+        """Return the context in which the block's forward computation runs: if a hook may keep an activation, its graph is trapped."""
         return trapped_graph() if self.graph_use is GraphUse.TRAPPED else nullcontext()
 
     def save(self, rng_state: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Save what the backward pass of a computed micro-batch needs. Return its outputs without their graph."""
-        # Kept graphs need none, but `GradientCheck` computes those blocks again, too.
+        # A block with kept graphs needs no random state, but `GradientCheck` computes it again, too.
         self.rng_states.append(rng_state)
         if self.graph_use is GraphUse.NONE:
             return outputs

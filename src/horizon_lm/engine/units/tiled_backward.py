@@ -100,19 +100,19 @@ class TiledBackward:
         return replay
 
     def differentiate_tiles(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Differentiate all tiles, from the last to the first.
+        """Differentiate all tiles, from the last to the first. At the end of each computation the cursor lands the tile's gradients.
 
         Args:
             run: calls a function in the context of the forward pass.
         """
         for unit in reversed(self._experts.tiles):
             with self._engine.cursor.compute(Kind.BACKWARD, unit):
-                self._differentiate(unit, run)
+                self._differentiate_tile(unit, run)
                 self._engine.poison_weights(unit)
 
-    def _differentiate(self, unit: Unit, run: Callable[[Callable[[], None]], None]) -> None:
+    def _differentiate_tile(self, unit: Unit, run: Callable[[Callable[[], None]], None]) -> None:
         """Differentiate one tile for all micro-batches. Fill the slot from which its gradients land, and its part of the gradients of
-        adapters. ``run`` is that of `differentiate_tiles`.
+        adapters. ``run`` is as in `differentiate_tiles`.
         """
         engine = self._engine
         slot = GradSlot(engine.part_of(unit).grad_layout, set(engine.trained_names(block(self._index))))
@@ -142,7 +142,7 @@ class TiledBackward:
             engine.backward.adapters.update(adapters.written)
 
     def _adapter_slot(self, unit: Unit) -> GradSlot:
-        """Return the place of the gradients of a tile's adapters, among those of the outer parameters."""
+        """Return the slot of the gradients of a tile's adapters: a part of the slot of the outer parameters."""
         engine = self._engine
         trained = set(self._experts.adapters) & set(engine.trained_names(OUTER))
         part = partial(self._experts.part_of_adapter, unit)
@@ -157,7 +157,7 @@ class TiledBackward:
         return graph
 
     @contextmanager
-    def differentiated(self, number: int) -> Iterator[None]:
+    def with_known_grads(self, number: int) -> Iterator[None]:
         """Context manager: compute a micro-batch again, with a node in place of its experts whose gradients are known already."""
         if not self._calls:  # the block has left out its experts
             yield

@@ -76,8 +76,8 @@ class TiledExperts:
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine, self._index = engine, index
         self._experts: RoutedExperts = engine.tiles.experts[index]
-        self._called = self._experts.called
-        self._compute = self._called.forward  # before it is replaced
+        self._called_module = self._experts.called
+        self._own_forward = self._called_module.forward  # before it is replaced
         self._prefix = f"{engine.parts.block_names[index]}."
         self.adapters = [self._prefix + name for name in self._experts.adapters]
 
@@ -89,27 +89,28 @@ class TiledExperts:
     def call(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, before: ExpertCall | None = None
     ) -> ExpertCall:
-        """Return a call of the experts; ``before`` is that of the forward pass."""
+        """Return a call of the experts; ``before`` is the same call in the forward pass."""
         return ExpertCall(self._experts.module, self._experts.count, hidden, ids, weights, before)
 
     @contextmanager
-    def forward(self, calls: list[ExpertCall]) -> Iterator[None]:
+    def forward(self, calls: list[Any]) -> Iterator[None]:
         """Context manager: compute a block in the running forward pass: its core up to the experts (ROUTE), the tiles, and the rest
-        of the core (FORWARD). Append the calls of the experts of all micro-batches to ``calls``.
+        of the core (FORWARD). In place of the experts, a micro-batch calls `batched` and waits there; when all have arrived, `compute`
+        runs once for all of them. Append their calls of the experts to ``calls``.
         """
         engine, unit = self._engine, block(self._index)
-        cursor, is_routed = engine.cursor, False
+        cursor, experts_called = engine.cursor, False
         make = self.call if engine.tiles.is_cut(self._index) else partial(WholeCall, self._experts.count)
-        # `current` holds the computation that the cursor is in: first ROUTE, in the end FORWARD.
+        # `current` holds the computation that the cursor is in: first ROUTE, and from the end of `compute` on FORWARD.
         with self._own_randomness(), ExitStack() as current:
             current.enter_context(cursor.compute(Kind.ROUTE, unit))
 
-            def compute(arrived: Sequence[Any]) -> Sequence[Any]:
-                nonlocal is_routed
-                is_routed = True
+            def compute(arrived: Sequence[ExpertCall | WholeCall]) -> Sequence[ExpertCall | WholeCall]:
+                nonlocal experts_called
+                experts_called = True
                 if self._index in engine.forward.routed:
                     self._stream_chosen(arrived)
-                current.pop_all().close()  # ends ROUTE
+                current.pop_all().close()  # ends ROUTE, before the tiles' computations
                 self._compute_tiles(arrived)
                 current.enter_context(cursor.compute(Kind.FORWARD, unit))
                 calls.extend(arrived)
@@ -123,11 +124,11 @@ class TiledExperts:
 
             with self.replaced(batched):
                 yield
-            if not is_routed:  # the block has left out its experts
+            if not experts_called:  # the block has left out its experts
                 compute([])
 
     def _own_randomness(self) -> AbstractContextManager[None]:
-        """Context manager: put back the present random state at the end, since micro-batches replace it in turn."""
+        """Context manager: put back the present random state at the end, since other micro-batches replace it meanwhile."""
         engine = self._engine
         return engine.device.rng_state_restored() if engine.forward.randomness.has_streams else nullcontext()
 
@@ -155,7 +156,7 @@ class TiledExperts:
 
     def replaced(self, function: Replacement) -> AbstractContextManager[None]:
         """Context manager: call a function instead of the block's experts."""
-        return answering({self._called: lambda *args, **kwargs: function(*expert_arguments(args, kwargs))})
+        return answering({self._called_module: lambda *args, **kwargs: function(*expert_arguments(args, kwargs))})
 
     def weights(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return a tile's weights on the device, with its part of the experts' adapters, by full name."""
@@ -180,4 +181,4 @@ class TiledExperts:
         experts = self._engine.tiles.experts_of(unit)
         by_local_name = {name.removeprefix(self._prefix): tensor for name, tensor in weights.items()}
         with some_experts(self._experts, length(experts), by_local_name):
-            yield self._compute
+            yield self._own_forward

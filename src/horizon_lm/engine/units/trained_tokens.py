@@ -48,16 +48,16 @@ def trained_tokens_forward(layer: Any) -> Callable[..., torch.Tensor]:
 def _replace(
     layer: Any, hidden: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, tokens: list[int]
 ) -> torch.Tensor:
-    """Return hidden states (B, T, H) of ids (B, T), those of the n trained ``tokens`` computed from their rows (n, H) instead."""
+    """Return hidden states (B, T, H) of ids (B, T), in which the n trained ``tokens`` are computed from their own rows (n, H)."""
     # PEFT keeps the tokens as they were given; `searchsorted` needs them in order.
     order = torch.tensor(sorted(range(len(tokens)), key=tokens.__getitem__))  # (n,)
-    known, order = send(torch.tensor(tokens)[order], ids.device), send(order, ids.device)
+    sorted_tokens, order = send(torch.tensor(tokens)[order], ids.device), send(order, ids.device)
     # An id above all trained tokens would be at place n, which does not exist.
-    found = torch.searchsorted(known, ids).clamp_(max=len(tokens) - 1)  # (B, T)
-    is_trained = known[found] == ids
+    places = torch.searchsorted(sorted_tokens, ids).clamp_(max=len(tokens) - 1)  # (B, T)
+    is_trained = sorted_tokens[places] == ids
     padding = layer.base_layer.padding_idx
     position = tokens.index(padding) if padding in tokens else None
     # Looked up by the embedding of the base, which may scale its rows, as that of Gemma 3 does.
-    own = look_up(layer.base_layer, rows.to(hidden.dtype), order[found], position)
+    of_trained = look_up(layer.base_layer, rows.to(hidden.dtype), order[places], position)
     # Without indices of the trained tokens, whose number a GPU would have to report to the host first.
-    return torch.where(is_trained[..., None], own, hidden)
+    return torch.where(is_trained[..., None], of_trained, hidden)
