@@ -124,9 +124,7 @@ def _merge_method(layer: nn.Module, name: str, engine_ref: "weakref.ref[Engine]"
 
 @contextmanager
 def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
-    """Context manager: give a layer plain parameters with all bits of its weights, and write the changed ones to the store at the end.
-    Raise StreamingError for a quantized weight.
-    """
+    """Context manager: give a layer plain parameters with all bits, and write the changed ones to the store. Reject quantized weights."""
     engine.synchronize()  # the values must be those of the last step, and no update may write the slabs meanwhile
     store = engine.store
     places = [

@@ -240,10 +240,10 @@ class ModelForward:
         chunked = self._chunked_for(call)
         kind = ("logprobs", chunked is not None, wanted.temperature, *wanted.names)
         with outside_inference_mode():
-            result: TokenLogprobs = self.joint.compute(kind, call, partial(self._logprobs, chunked, wanted))
+            result: TokenLogprobs = self.joint.compute(kind, call, partial(self._run_logprobs, chunked, wanted))
         return result
 
-    def _logprobs(
+    def _run_logprobs(
         self, chunked: ChunkedForward | None, wanted: WantedLogprobs, calls: list[Call]
     ) -> list[TokenLogprobs]:
         """Compute the log-probabilities of all calls in one forward pass."""
@@ -253,9 +253,9 @@ class ModelForward:
                 calls, lambda calls, outer: chunked.logprobs(calls, outer, inputs, self.statistics, wanted)
             )
         outputs = self._run(calls, lambda calls, outer: self._runner.call_all(calls))
-        return [self._logprobs_of(output, each, wanted) for output, each in zip(outputs, inputs, strict=True)]
+        return [self._logprobs_of_whole(output, each, wanted) for output, each in zip(outputs, inputs, strict=True)]
 
-    def _logprobs_of(self, output: Any, inputs: LossInputs, wanted: WantedLogprobs) -> TokenLogprobs:
+    def _logprobs_of_whole(self, output: Any, inputs: LossInputs, wanted: WantedLogprobs) -> TokenLogprobs:
         """Return the log-probabilities of a batch whose logits were computed as a whole."""
         logits = output.logits  # (B, T, V)
         if self.statistics is not None:

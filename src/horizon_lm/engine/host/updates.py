@@ -134,7 +134,7 @@ class PendingUpdates:
         self._running = [*unfinished, *tasks]
 
     def finish(self) -> None:
-        """Block until every update is done, including the embedding's."""
+        """Run the rest of the embedding's update, and block until every update is done. Raise the error of one that could not begin."""
         if self._running:
             self._device.wait(self._running)
             failed = next((task.error for task in self._running if task.error is not None), None)

@@ -153,7 +153,7 @@ class ForwardPass:
         engine.saves.issue_table()
 
     def _record(self, keeps: frozenset[int], has_head_grads: bool) -> ForwardState:
-        """Return the state of a forward pass that a backward pass may follow."""
+        """Make the state of a pass that a backward pass may follow. Allocate host gradients, and take the room for graphs if it is free."""
         engine, between = self._engine, self._engine.between
         # At the first pass that records, when it is known which parameters are trained.
         allocate_grads(engine)

@@ -94,7 +94,7 @@ class HostAccess:
             )
 
     def hand_out_grad(self, param: nn.Parameter) -> None:
-        """Wait until a gradient has landed and no update reads it, before other code reads or writes it."""
+        """Wait until a gradient has landed and no update reads it, before other code uses it. Reject that with ``update_in_backward``."""
         engine, name = self.engine, self.engine.name_of(param)
         if name is None:
             return
@@ -116,7 +116,7 @@ class HostAccess:
             self.engine.grads.hand_out(self.engine.store.unit_of[name])
 
     def wait_for_grads(self) -> None:
-        """Block until the gradients of finished backward passes are in host memory."""
+        """Block until the gradients of finished backward passes are in host memory. Return at once inside a backward pass."""
         self.engine.require_attached()
         if self._running.backward is not None:
             return
