@@ -20,8 +20,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import generate_merges
 
-from horizon_lm.runs.data.gguf_splits import SPLIT_BY_PRE, SPLITS, Split
-from horizon_lm.runs.data.gguf_tokenizer import splitter
+from horizon_lm.runs.data.gguf_tokenizer import SPLIT_BY_PRE, SPLITS, Split, splitter
 from horizon_lm.tools.gguf.export import FILE, export_gguf
 
 TOKENS = 120

@@ -39,7 +39,7 @@ from peers_cpu import processor, versions
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.gguf_architectures import ARCHITECTURES
 from horizon_lm.model.gguf_other_architectures import OTHER_ARCHITECTURES
-from horizon_lm.runs.data.gguf_splits import SPLIT_BY_PRE
+from horizon_lm.runs.data.gguf_tokenizer import SPLIT_BY_PRE
 from horizon_lm.tools.gguf.export import FILE, export_gguf
 
 # A file of each architecture, whose metadata are changed.

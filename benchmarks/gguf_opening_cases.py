@@ -9,7 +9,7 @@ from typing import Any
 
 from gguf_llama_cpp import CASES, EXPERTS, GEMMA, LINEAR, LLAMA3, ORIGINAL, byte_level, save_model
 
-from horizon_lm.runs.data.gguf_splits import SPLIT_BY_PRE
+from horizon_lm.runs.data.gguf_tokenizer import SPLIT_BY_PRE
 from horizon_lm.tools.gguf.export import FILE, export_gguf
 
 # llama.cpp's converter knows tokenizers by their hash, and no tiny ones: it is told the name of the way to split.

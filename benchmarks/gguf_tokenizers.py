@@ -25,7 +25,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.runs.data.gguf_splits import SPLIT_BY_PRE
+from horizon_lm.runs.data.gguf_tokenizer import SPLIT_BY_PRE
 from horizon_lm.tools.gguf.export import FILE, export_gguf
 
 CLASSES = {

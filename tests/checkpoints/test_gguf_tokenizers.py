@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from transformers.tokenization_utils_base import generate_merges
 
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.runs.data import gguf_splits
+from horizon_lm.runs.data import gguf_tokenizer as gguf_data
 from horizon_lm.tools.gguf import export as gguf_export
 from horizon_lm.tools.gguf import tokenizer as gguf_tokenizer
 from tests.e2e import tiny
@@ -40,11 +40,11 @@ TEXTS = [
 @pytest.mark.parametrize(
     ("split", "ignore_merges", "name"),
     [
-        (gguf_splits.QWEN2, False, "qwen2"),
-        (gguf_splits.LLAMA3, True, "llama-bpe"),
-        (gguf_splits.LLAMA3, False, "dbrx"),
-        (gguf_splits.TEKKEN, True, "tekken"),
-        (gguf_splits.GPT4O, False, "gpt-4o"),
+        (gguf_data.QWEN2, False, "qwen2"),
+        (gguf_data.LLAMA3, True, "llama-bpe"),
+        (gguf_data.LLAMA3, False, "dbrx"),
+        (gguf_data.TEKKEN, True, "tekken"),
+        (gguf_data.GPT4O, False, "gpt-4o"),
     ],
 )
 def test_splits(tmp_path: Path, split: str, ignore_merges: bool, name: str) -> None:
@@ -83,7 +83,7 @@ def test_digits_alone(tmp_path: Path) -> None:
                 gguf_export.export_gguf(source, tmp_path / "other")
 
 
-_SPLIT = {"type": "Split", "pattern": {"Regex": gguf_splits.QWEN2}, "behavior": "Isolated", "invert": False}
+_SPLIT = {"type": "Split", "pattern": {"Regex": gguf_data.QWEN2}, "behavior": "Isolated", "invert": False}
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _WAY = "llama.cpp has no known name for the way"
 _KIND = "only tokenizers of BPE, byte-level or with byte fallback, are written"

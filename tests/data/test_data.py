@@ -26,10 +26,9 @@ from horizon_lm.runs.data.answer_spans import locate_answers
 from horizon_lm.runs.data.chat_template import ChatRenderer
 from horizon_lm.runs.data.checks import check_overlap, check_rows
 from horizon_lm.runs.data.conversations import Completion, Conversation, Preference, RowError, Text
-from horizon_lm.runs.data.findings import Finding, describe, reject_errors
+from horizon_lm.runs.data.findings import ExampleCounts, Finding, describe, reject_errors
 from horizon_lm.runs.data.formats import FORMATS, find_format, rename_fields
 from horizon_lm.runs.data.loader import Sampler, batch_from, collate
-from horizon_lm.runs.data.places import ExampleCounts
 from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.runs.data.sources import _JsonListReader, open_source, read_rows
 from horizon_lm.runs.data.token_dataset import Row, TokenTable

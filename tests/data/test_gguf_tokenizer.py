@@ -10,8 +10,7 @@ from transformers import AutoTokenizer
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.gguf_weights import load_gguf
-from horizon_lm.runs.data.gguf_splits import GPT2, SPLIT_BY_PRE, SPLITS
-from horizon_lm.runs.data.gguf_tokenizer import splitter
+from horizon_lm.runs.data.gguf_tokenizer import GPT2, SPLIT_BY_PRE, SPLITS, splitter
 from horizon_lm.runs.data.tokenizer_opening import open_tokenizer
 from tests.e2e import tiny
 from tests.support.gguf_files import TEXT, change, metadata, save

@@ -12,7 +12,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import InterruptedRunError
-from horizon_lm.runs.checkpoints.random_state import random_state
+from horizon_lm.runs.checkpoints.plain_state import random_state
 from horizon_lm.runs.training import loss_png
 from horizon_lm.runs.training.loop import Loop
 from horizon_lm.runs.training.run_state import FORMAT

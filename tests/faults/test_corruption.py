@@ -16,7 +16,7 @@ pytest.importorskip("xxhash", reason="needs the whole installation")
 from horizon_lm.errors import ConfigError
 from horizon_lm.runs.checkpoints import manifest
 from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.runs.checkpoints.random_state import random_state
+from horizon_lm.runs.checkpoints.plain_state import random_state
 from horizon_lm.runs.checkpoints.unit_file import hash_file
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.training import resume, run_state

@@ -17,7 +17,7 @@ from tests.support.threaded_device import ThreadedDevice
 
 pytest.importorskip("pydantic", reason="needs the whole installation")
 
-from horizon_lm.runs.training.watchdog import Watchdog
+from horizon_lm.runs.training.long_steps import Watchdog
 
 SECONDS = 120  # until something that does not happen is a failure
 

@@ -29,7 +29,7 @@ from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.optim import update_tasks
 from horizon_lm.runs.checkpoints import manifest
 from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.runs.checkpoints.random_state import random_state
+from horizon_lm.runs.checkpoints.plain_state import random_state
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import LastUse, Schedule, ScheduleError, Stream, Wait
 from tests.support import tiny_models

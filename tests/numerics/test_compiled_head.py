@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 import horizon_lm
 from horizon_lm.engine.units.token_statistics import collect_statistics
 from horizon_lm.model import chunk_linear
-from horizon_lm.model.compiled_loss import compiled_loss
+from horizon_lm.model.compiling import compiled_loss
 from horizon_lm.model.functional import STATISTICS, logprobs_of_logits, token_statistics
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.measure.head_probe import head_costs

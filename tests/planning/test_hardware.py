@@ -12,6 +12,7 @@ import pytest
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.arithmetic.catalog import (
     DTYPES,
+    KINDS,
     Hardware,
     find_profile,
     match_profile,
@@ -20,7 +21,6 @@ from horizon_lm.planning.arithmetic.catalog import (
     published,
     read_profile,
 )
-from horizon_lm.planning.arithmetic.profile_sources import KINDS
 from horizon_lm.runs.admission.this_machine import other_machine
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "profile_h100_2026-11-26.json"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
-from horizon_lm.integrations import references
+from horizon_lm.integrations import evaluated_models
 from tests.e2e import tiny
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
@@ -103,7 +103,7 @@ def test_equal_to_plain_peft(tmp_path: Path, kind: str, source: str, monkeypatch
     """The reference is the base, or the adapters that training began with, as TRL takes it."""
     cls, _, _, most_loads, of_reference = TRAINERS[kind]
     if "each" in source:  # as for rows that are not in memory
-        monkeypatch.setattr(references, "prepare_reference", lambda arguments: None)
+        monkeypatch.setattr(evaluated_models, "prepare_reference", lambda arguments: None)
         most_loads += of_reference
     folder = tiny.save_model(tmp_path / "model")
     plain, streamed = base(kind, folder), base(kind, folder)

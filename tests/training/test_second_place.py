@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from horizon_lm.runs.config.load import as_config
-from horizon_lm.runs.training import second_place
+from horizon_lm.runs.training import output_folder
 
 
 def test_folders_in_memory_are_left_out_beside_one_that_cannot_be_reached(
@@ -22,7 +22,7 @@ def test_folders_in_memory_are_left_out_beside_one_that_cannot_be_reached(
 
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(tempfile, "tempdir", str(in_memory))
-    monkeypatch.setattr(second_place, "is_in_memory", is_in_memory)
+    monkeypatch.setattr(output_folder, "is_in_memory", is_in_memory)
     config = as_config({"model_name_or_path": "m", "datasets": "d", "output_dir": str(tmp_path / "runs" / "one")})
     (tmp_path / "runs").mkdir()
-    assert second_place.find_second_place(config, 1) == tmp_path / "runs"
+    assert output_folder.find_second_place(config, 1) == tmp_path / "runs"

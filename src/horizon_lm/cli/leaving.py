@@ -12,7 +12,7 @@ import threading
 from typing import NoReturn
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.runs.training.printing import drop_stdout, print_to_stderr
+from horizon_lm.runs.training.reporter import drop_stdout, print_to_stderr
 
 
 def leave(code: int) -> NoReturn:

@@ -16,7 +16,7 @@ from horizon_lm.common.optimizers import by_other_name
 from horizon_lm.engine.host.parameters import StreamedParameter
 from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, HorizonError, NonFiniteError, StreamingError, first_line
-from horizon_lm.integrations import evaluated_models, fused_head, references
+from horizon_lm.integrations import evaluated_models, fused_head
 from horizon_lm.integrations.distillation import DistilledFromLogits
 from horizon_lm.integrations.evaluated_models import EvaluatedModels
 from horizon_lm.integrations.held_batches import HeldBatches
@@ -67,12 +67,12 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         replacements: dict[str, Any] = {}
         model = given.get("model")
         if model is not None:
-            references.prepare_reference(given)
+            evaluated_models.prepare_reference(given)
             _leave_head_in_float32(given.get("args"), model)
             replacements[fused_head.ADD_HEAD] = fused_head.unless_streamed(model)
             replacements[evaluated_models.CREATE_MODEL] = evaluated_models.streamed_like(model)
             replacements[evaluated_models.COPY_MODEL] = evaluated_models.copied_from(model)
-            replacements[references.HASH_MODEL] = references.hash_of_parts
+            replacements[evaluated_models.HASH_MODEL] = evaluated_models.hash_of_parts
         with _globals_replaced(type(self), replacements):
             super().__init__(*args, **kwargs)
         trainer: Any = self
@@ -188,7 +188,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         try:
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
-            if references.PRECOMPUTE not in str(error):
+            if evaluated_models.PRECOMPUTE not in str(error):
                 raise
             raise ConfigError(
                 "the reference of this set was not computed before training; give the set to the trainer as eval_dataset, or a "

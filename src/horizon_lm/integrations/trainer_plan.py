@@ -13,7 +13,7 @@ from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.integrations.trainer_ranks import mesh_of
 from horizon_lm.integrations.trainer_rows import length_limit
 from horizon_lm.memory.codecs.base import Codec
-from horizon_lm.model.adapter_layers import adapted_model
+from horizon_lm.model.adapter_kinds import adapted_model
 from horizon_lm.model.adapters import PresentAdapters
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.parts import ModelParts

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from horizon_lm.model.adapter_layers import adapter_params
+from horizon_lm.model.adapter_kinds import adapter_params
 
 _SWITCHES = ("active_adapter", "_active_adapter", "_disable_adapters", "_adapters_disabled")
 

@@ -23,8 +23,7 @@ from horizon_lm.model.adapter_config import (
     require_quick_names,
     require_weights,
 )
-from horizon_lm.model.adapter_kinds import require_kind_that_streams
-from horizon_lm.model.adapter_layers import adapted_model
+from horizon_lm.model.adapter_kinds import adapted_model, require_kind_that_streams
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.generation import read_generation_config
 

@@ -1,14 +1,16 @@
-"""Compile blocks with torch.compile, and run wide feed-forward layers in chunks of tokens."""
+"""Compile blocks and the loss with torch.compile, and run wide feed-forward layers in chunks of tokens."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
+from inspect import isfunction
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from horizon_lm.model.compiled_block import CompiledBlock
 from horizon_lm.model.of_thread import OfThread
@@ -145,3 +147,41 @@ def _marked(hidden: torch.Tensor) -> torch.Tensor:
     """Return hidden states (B, T, H), after `mark_lengths` has marked them."""
     mark_lengths([hidden])
     return hidden
+
+
+@contextmanager
+def compiled_loss(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: let the model's forward compute its loss over a chunk with the compiled version of its loss function.
+
+    It adds up in another order than the function itself, so bits may differ.
+    """
+    function = model.loss_function
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        for tensor in (*args, *kwargs.values()):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:  # logits (1, N, V) and labels (1, N)
+                mark_varying(tensor, [1])
+        return compile_function(function)(*args, **kwargs)
+
+    with loss_computed_by(model, compute):
+        yield
+
+
+@contextmanager
+def loss_computed_by(model: PreTrainedModel, compute: Callable[..., Any]) -> Iterator[None]:
+    """Context manager: let the model's forward compute its loss with this function.
+
+    Nothing is changed if the model's loss function is not a plain function, such as a module with weights.
+    """
+    if not isfunction(model.loss_function):
+        yield
+        return
+    before = vars(model).get("_loss_function")  # which transformers' property returns, if it was set
+    model.loss_function = compute
+    try:
+        yield
+    finally:
+        if before is None:
+            del model._loss_function
+        else:
+            model.loss_function = before

@@ -9,7 +9,7 @@ from torch import nn
 
 from horizon_lm.common.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.model.adapter_layers import adapter_params, is_adapter_layer
+from horizon_lm.model.adapter_kinds import adapter_params, is_adapter_layer
 from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.parts import ModelParts, ParamRef
 

@@ -20,7 +20,7 @@ from horizon_lm.engine.host.parameters import StreamedParameter, copying_data
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.host_access import HostAccess
 from horizon_lm.errors import StreamingError
-from horizon_lm.model.adapter_layers import is_adapter_layer
+from horizon_lm.model.adapter_kinds import is_adapter_layer
 from horizon_lm.model.functional import in_place
 
 _MERGE_METHODS = ("merge", "unmerge")

@@ -37,8 +37,7 @@ from horizon_lm.engine.units.outer_dropout import OuterDropout, outer_dropouts
 from horizon_lm.engine.units.token_statistics import TokenStatistics
 from horizon_lm.engine.units.trained_tokens import trained_token_layers, trained_tokens_forward
 from horizon_lm.errors import StreamingError, SummedLossWarning, warn
-from horizon_lm.model.adapter_kinds import num_prompt_tokens
-from horizon_lm.model.adapter_layers import adapter_params, replaced_params
+from horizon_lm.model.adapter_kinds import adapter_params, num_prompt_tokens, replaced_params
 from horizon_lm.model.functional import logprobs_of_logits
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.parts import ModelParts

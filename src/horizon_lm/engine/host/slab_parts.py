@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
-from horizon_lm.memory.codecs.rows import Rows
+from horizon_lm.memory.codecs.stack import Rows
 from horizon_lm.memory.layout.parts import PartLayout
 from horizon_lm.memory.unit_slabs import Slab, Slot
 

@@ -21,7 +21,7 @@ from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.errors import HeadWarning, StreamingError, warn
 from horizon_lm.memory.store import Store
-from horizon_lm.model.adapter_layers import is_adapter_model
+from horizon_lm.model.adapter_kinds import is_adapter_model
 from horizon_lm.model.examination import Examined
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts

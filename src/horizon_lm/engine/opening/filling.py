@@ -19,8 +19,7 @@ from horizon_lm.engine.opening.same_weights import require_alike
 from horizon_lm.engine.opening.streamed_model import StreamedModel
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.memory.store import Store
-from horizon_lm.model.adapter_kinds import require_adapters_that_stream
-from horizon_lm.model.adapter_layers import adapted_model
+from horizon_lm.model.adapter_kinds import adapted_model, require_adapters_that_stream
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.examination import Examined
 from horizon_lm.model.parts import ModelParts, ParamRef

@@ -28,7 +28,7 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.memory.layout.ranks import used_bytes
 from horizon_lm.memory.precision import Precision
 from horizon_lm.memory.store import Store
-from horizon_lm.model.adapter_layers import adapter_params
+from horizon_lm.model.adapter_kinds import adapter_params
 from horizon_lm.model.examination import Examined
 from horizon_lm.model.parts import ModelParts
 

@@ -20,7 +20,7 @@ from horizon_lm.engine.opening.quantized_opening import open_weights, read_quant
 from horizon_lm.engine.opening.same_weights import SameWeights
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import gguf_weights, hf_config, hub
-from horizon_lm.model.adapter_layers import adapted_model
+from horizon_lm.model.adapter_kinds import adapted_model
 from horizon_lm.model.adapters import Adapters, base_of_adapters, open_base
 from horizon_lm.model.files.checkpoint_loader import load_weights
 from horizon_lm.model.files.checkpoint_writer import main_dtype

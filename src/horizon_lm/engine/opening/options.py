@@ -20,7 +20,7 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.proven import warn_of_other_version
 from horizon_lm.model.routed_experts import find_divisible_experts
 from horizon_lm.model.units import find_parts
-from horizon_lm.planning.arithmetic.tile_sizes import NOT_COMPILED, no_experts
+from horizon_lm.planning.arithmetic.tiles import NOT_COMPILED, no_experts
 from horizon_lm.planning.measure.block_probe import find_written
 
 

@@ -16,7 +16,7 @@ from horizon_lm.engine.units.grad_sink import GradSlot
 from horizon_lm.engine.units.lm_head import Grads, HeadRun, Outer
 from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.engine.units.token_statistics import TokenStatistics
-from horizon_lm.model.compiled_loss import compiled_loss
+from horizon_lm.model.compiling import compiled_loss
 from horizon_lm.model.functional import logprobs_of_logits
 
 

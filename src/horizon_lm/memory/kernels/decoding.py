@@ -12,8 +12,7 @@ from horizon_lm.memory.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.memory.codecs.fp8 import Fp8
 from horizon_lm.memory.codecs.int4 import Int4
 from horizon_lm.memory.codecs.mxfp4 import Mxfp4
-from horizon_lm.memory.codecs.rows import Rows
-from horizon_lm.memory.codecs.stack import Stack
+from horizon_lm.memory.codecs.stack import Rows, Stack
 
 Components = Mapping[str, torch.Tensor]
 _ALIGNED_ELEMENTS = 16  # so many elements of any dtype are a multiple of the 16 bytes that Triton looks at

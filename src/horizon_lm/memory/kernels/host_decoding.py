@@ -16,8 +16,7 @@ from horizon_lm.memory.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.memory.codecs.fp8 import Fp8
 from horizon_lm.memory.codecs.int4 import Int4
 from horizon_lm.memory.codecs.mxfp4 import VALUES, Mxfp4
-from horizon_lm.memory.codecs.rows import Rows
-from horizon_lm.memory.codecs.stack import Stack
+from horizon_lm.memory.codecs.stack import Rows, Stack
 from horizon_lm.memory.kernels.bits import F32, U32, float_of, inlined, kernel, nearest, widen
 
 Components = Mapping[str, torch.Tensor]

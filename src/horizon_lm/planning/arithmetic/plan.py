@@ -25,7 +25,7 @@ from horizon_lm.planning.arithmetic.plan_file import PlannedMemory
 from horizon_lm.planning.arithmetic.request import Budget, Machine, Request
 from horizon_lm.planning.arithmetic.step import Step
 from horizon_lm.planning.arithmetic.step_time import SaveTime, Simulation, StepTime, staged
-from horizon_lm.planning.arithmetic.tile_sizes import require_tiles, tile_sizes
+from horizon_lm.planning.arithmetic.tiles import require_tiles, tile_sizes
 
 _NOTABLE_SHARE = 0.02  # of a step's duration, for which a choice of moments is worth a remark
 _MOST_TILE_SIZES = 3  # that are compared: the largest that fit

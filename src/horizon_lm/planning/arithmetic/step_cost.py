@@ -13,7 +13,7 @@ from horizon_lm.planning.arithmetic.matrices import orthogonalizing_work
 from horizon_lm.planning.arithmetic.outline import Work
 from horizon_lm.planning.arithmetic.request import Request
 from horizon_lm.planning.arithmetic.step import Step, StepSettings
-from horizon_lm.planning.arithmetic.tile_cost import TileCost
+from horizon_lm.planning.arithmetic.tiles import TileCost
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import Rates
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.common.units import HEAD, OUTER
 from horizon_lm.model.chunk_linear import ChunkLinear
-from horizon_lm.model.compiled_loss import loss_computed_by
+from horizon_lm.model.compiling import loss_computed_by
 from horizon_lm.model.functional import Place, logprobs_of_logits
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.skeletons import meta_copy

@@ -16,7 +16,7 @@ from horizon_lm.memory.codecs.stack import Stack
 from horizon_lm.memory.layout.model import ModelLayout
 from horizon_lm.memory.layout.units import StorageLayout
 from horizon_lm.model import attention
-from horizon_lm.model.adapter_layers import adapted_model
+from horizon_lm.model.adapter_kinds import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.examination import examine

@@ -23,8 +23,13 @@ from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.runs.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
 from horizon_lm.runs.checkpoints.manifest import Manifest, read_json, verify_copies
 from horizon_lm.runs.checkpoints.part_reader import PartReader, slab_of
-from horizon_lm.runs.checkpoints.plain_state import from_plain, to_plain
-from horizon_lm.runs.checkpoints.random_state import random_state, require_random_state, restore_random_state
+from horizon_lm.runs.checkpoints.plain_state import (
+    from_plain,
+    random_state,
+    require_random_state,
+    restore_random_state,
+    to_plain,
+)
 from horizon_lm.runs.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file
 from horizon_lm.runs.checkpoints.unit_file import LOW, UnitFile
 

@@ -1,9 +1,17 @@
-"""Turn a state into data for JSON, and back: also tuples, counters and keys that are numbers, which schedulers have and JSON lacks."""
+"""Turn a state into data for JSON, and back: also tuples, counters and keys that are numbers, which schedulers have and JSON lacks;
+and the states of the random generators.
+"""
 
+import base64
+import random
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-from horizon_lm.errors import ConfigError
+import numpy as np
+import torch
+
+from horizon_lm.errors import ConfigError, first_line
 
 _TAG = "horizon_lm.type"
 _PLAIN = (bool, int, float, str, type(None))
@@ -48,3 +56,50 @@ def from_plain(value: Any) -> Any:
     if value[_TAG] == "tuple":
         return tuple(items)
     return Counter(dict(items)) if value[_TAG] == "Counter" else dict(items)
+
+
+def random_state(devices: bool = True) -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's generators, on the host and, if they work, on all devices."""
+    version, words, position = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    on_devices = torch.cuda.get_rng_state_all() if devices and torch.cuda.is_initialized() else []
+    return {
+        "python": [version, _encode(np.array(words, np.uint32)), position],
+        "numpy": [name, _encode(np.asarray(keys)), *rest],
+        "torch": _encode(torch.get_rng_state().numpy()),
+        "devices": [_encode(state.numpy()) for state in on_devices],
+    }
+
+
+def require_random_state(state: Any) -> None:
+    """Raise ConfigError if the states of the generators are damaged."""
+    try:
+        _set_host(state, random.Random(), np.random.RandomState(), torch.Generator())
+        for each in state["devices"]:
+            _decode(each, np.uint8)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        raise ConfigError(f"the saved states of the random generators are damaged: {first_line(error)}") from error
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Set all generators to what `random_state` has returned. States of devices that this machine lacks are ignored."""
+    _set_host(state, random, np.random, torch.default_generator)
+    for index, each in enumerate(state["devices"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(torch.from_numpy(_decode(each, np.uint8)), index)
+
+
+def _set_host(state: Any, python: Any, numpy: Any, generator: torch.Generator) -> None:
+    """Set a generator of Python, one of numpy and one of torch to the states that a checkpoint has."""
+    version, words, position = state["python"]
+    python.setstate((version, tuple(map(int, _decode(words, np.uint32))), position))
+    name, keys, *rest = state["numpy"]
+    numpy.set_state((name, _decode(keys, np.uint32), *rest))
+    generator.set_state(torch.from_numpy(_decode(state["torch"], np.uint8)))
+
+
+def _encode(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _decode(text: str, dtype: Any) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.model.positions import Positions
-from horizon_lm.runs.data.findings import Finding, cut_before_answer, without_answer
-from horizon_lm.runs.data.places import ExampleCounts
+from horizon_lm.runs.data.findings import ExampleCounts, Finding, cut_before_answer, without_answer
 from horizon_lm.runs.data.preprocess import Report
 from horizon_lm.runs.data.token_dataset import Part, TokenTable
 from horizon_lm.runs.data.tokenize import RowFlag

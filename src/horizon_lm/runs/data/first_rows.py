@@ -9,10 +9,9 @@ import numpy as np
 from horizon_lm.errors import DataError
 from horizon_lm.runs.config import DatasetConfig
 from horizon_lm.runs.data.conversations import RowError, has_answer
-from horizon_lm.runs.data.findings import no_row_left, without_answer
+from horizon_lm.runs.data.findings import ExampleCounts, no_row_left, without_answer
 from horizon_lm.runs.data.formats import RowFormat
 from horizon_lm.runs.data.local_files import JSON_SUFFIXES, find_files
-from horizon_lm.runs.data.places import ExampleCounts
 from horizon_lm.runs.data.preprocess import ROWS_INSPECTED, Problems, find_row_format, read_example
 from horizon_lm.runs.data.sources import names_in_messages, read_rows, require_known_type
 

@@ -15,9 +15,9 @@ from horizon_lm.runs.config import DatasetConfig
 from horizon_lm.runs.data import trl_compat
 from horizon_lm.runs.data.chat_template import prints_date, today
 from horizon_lm.runs.data.conversations import Example, RowError
+from horizon_lm.runs.data.findings import ExampleCounts
 from horizon_lm.runs.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields, require_fields
 from horizon_lm.runs.data.packing import pack, rows_without_targets
-from horizon_lm.runs.data.places import ExampleCounts
 from horizon_lm.runs.data.row_fields import reject_other_rows, reject_placeholders, unused_fields
 from horizon_lm.runs.data.sources import Source, cannot_be_cached, digest, open_source, progress_bars
 from horizon_lm.runs.data.table_cache import discard_altered_beside, record

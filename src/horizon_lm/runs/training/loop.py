@@ -13,7 +13,7 @@ from horizon_lm.runs.training.evaluation import Evaluation
 from horizon_lm.runs.training.first_step import FirstStep
 from horizon_lm.runs.training.intervals import Control
 from horizon_lm.runs.training.line_file import LineFiles
-from horizon_lm.runs.training.long_steps import LongSteps
+from horizon_lm.runs.training.long_steps import LongSteps, Watchdog
 from horizon_lm.runs.training.metrics import StepResult
 from horizon_lm.runs.training.non_finite import NonFinite
 from horizon_lm.runs.training.part import Part
@@ -24,7 +24,6 @@ from horizon_lm.runs.training.seeds import seed_step
 from horizon_lm.runs.training.spikes import Spikes
 from horizon_lm.runs.training.step_log import StepLog
 from horizon_lm.runs.training.tracing import Tracing
-from horizon_lm.runs.training.watchdog import Watchdog
 
 
 class Loop:

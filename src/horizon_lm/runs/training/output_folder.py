@@ -1,11 +1,21 @@
-"""Reject an ``output_dir`` that a run may not write into, or cannot. Nothing here needs torch."""
+"""The folders that a run writes into: rejecting an ``output_dir`` that it may not or cannot use, its lock, and a second place for the trained model.
 
+Nothing here needs torch.
+"""
+
+import errno
+import fcntl
+import json
 import os
+import socket
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from horizon_lm.common.paths import exists
-from horizon_lm.common.resources import takes_files
-from horizon_lm.errors import ConfigError
+from horizon_lm.common.quantities import format_bytes
+from horizon_lm.common.resources import disk_free, file_system, is_in_memory, takes_files
+from horizon_lm.errors import ConfigError, DoesNotFitError
 from horizon_lm.runs.config import RunConfig
 from horizon_lm.runs.config.text import RUN_CONFIG_HEADER
 
@@ -90,3 +100,132 @@ def require_writable(setting: str, folder: Path) -> None:
         raise ConfigError(f"{setting}: {existing} is a file; choose another folder")
     if not existing.is_dir() or not os.access(existing, os.W_OK) or not takes_files(existing):
         raise ConfigError(f"{setting}: {existing} cannot be written to; choose another folder")
+
+
+_NAME = ".horizon-lock"
+_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # by some network file systems: then nothing is locked
+
+
+class RunLock:
+    """The lock of a run's folder: a file with the process and the host that hold it.
+
+    The system frees it when the process ends, however it ends, so a file that is left behind is no obstacle.
+
+    Args:
+        folder: the folder of the run, which need not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / _NAME
+        self._descriptor: int | None = None
+
+    def require_free(self) -> None:
+        """Raise ConfigError if another run holds the lock. Nothing is written."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR)
+        except OSError:  # no such file, or none that may be opened, which `take` reports
+            return
+        try:
+            self._lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def take(self) -> None:
+        """Take the lock and hold it until `release`. Raise ConfigError if another run holds it."""
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                self._lock(descriptor)
+                is_current = os.path.exists(self._path) and os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if is_current:
+                break
+            os.close(descriptor)  # of a file that the run before removed after it was opened here
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+
+    def release(self) -> None:
+        """Free the lock and remove its file."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)  # while it is held, so that no other run's file is removed
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _lock(self, descriptor: int) -> None:
+        """Lock the file for this process; raise ConfigError if another one has it. File systems without locks are accepted."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"output_dir: another run is writing into {self._folder} ({_holder(descriptor)}); wait for its end, or choose "
+                "another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+
+
+def _holder(descriptor: int) -> str:
+    """Return the process and the host in a lock file as text."""
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {int(holder['pid'])} on {str(holder['host'])!r}"
+    except (OSError, ValueError, KeyError, TypeError):  # the other run has not written them yet
+        return "a process that has just begun"
+
+
+def find_second_place(config: RunConfig, num_bytes: int) -> Path | None:
+    """Return a folder for the trained model besides ``output_dir``: ``fallback_dir``, or one of the system that has room, if any.
+
+    Args:
+        config: settings of the run.
+        num_bytes: bytes of the exported model.
+
+    Raises:
+        ConfigError: ``fallback_dir`` cannot be written to.
+        DoesNotFitError: ``fallback_dir`` has no room.
+    """
+    if config.fallback_dir is None:
+        output_dir = Path(os.path.abspath(Path(config.output_dir).expanduser()))
+        return next((each for each in _candidates(output_dir) if _has_room(each, num_bytes)), None)
+    folder = Path(config.fallback_dir).expanduser()
+    require_writable("fallback_dir", folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"fallback_dir: {folder} cannot be written to ({error}); choose another folder") from error
+    if not _has_room(folder, num_bytes):
+        raise DoesNotFitError(
+            f"fallback_dir: {folder} has {format_bytes(disk_free(folder))} of free space, and the exported model takes "
+            f"{format_bytes(num_bytes)}; make room, or choose another folder"
+        )
+    return folder
+
+
+def _candidates(output_dir: Path) -> list[Path]:
+    """Return folders to try; folders on other disks than ``output_dir`` come first."""
+    folders = [Path(tempfile.gettempdir()), Path(os.path.expanduser("~")), output_dir.parent]
+    reachable = [each for each in folders if _is_on_disk(each)]
+    with suppress(OSError):
+        own_disk = file_system(output_dir)
+        reachable.sort(key=lambda each: file_system(each) == own_disk)  # False comes first
+    return reachable
+
+
+def _is_on_disk(folder: Path) -> bool:
+    """Return whether a folder can be reached, and takes no memory from the model."""
+    with suppress(OSError):
+        return not is_in_memory(folder)
+    return False
+
+
+def _has_room(folder: Path, num_bytes: int) -> bool:
+    with suppress(OSError):
+        return os.access(folder, os.W_OK | os.X_OK) and folder.is_dir() and disk_free(folder) > num_bytes
+    return False

@@ -16,7 +16,7 @@ from horizon_lm.runs.checkpoints.manifest import installed_packages, read_manife
 from horizon_lm.runs.config.rules import OnResume
 from horizon_lm.runs.config.run import RunConfig, settings_with
 from horizon_lm.runs.data.chat_template import today
-from horizon_lm.runs.training.output_folder import output_folder
+from horizon_lm.runs.training.output_folder import RunLock, output_folder
 from horizon_lm.runs.training.resumable import (
     begins_anew,
     checkpoints_to_resume,
@@ -25,7 +25,6 @@ from horizon_lm.runs.training.resumable import (
     require_same_training,
 )
 from horizon_lm.runs.training.rows import RunData
-from horizon_lm.runs.training.run_lock import RunLock
 from horizon_lm.runs.training.run_state import FORMAT, ResumePoint, reading
 from horizon_lm.runs.training.starting_weights import sample_weights
 

@@ -19,10 +19,15 @@ from horizon_lm.runs.checkpoints.new_folder import unwritable
 from horizon_lm.runs.config import RunConfig
 from horizon_lm.runs.config.text import to_yaml
 from horizon_lm.runs.training.line_file import LineFile
-from horizon_lm.runs.training.output_folder import holds_a_run, output_folder, reject_finished_run, require_usable
+from horizon_lm.runs.training.output_folder import (
+    RunLock,
+    find_second_place,
+    holds_a_run,
+    output_folder,
+    reject_finished_run,
+    require_usable,
+)
 from horizon_lm.runs.training.ranks import Ranks
-from horizon_lm.runs.training.run_lock import RunLock
-from horizon_lm.runs.training.second_place import find_second_place
 
 Contents = dict[str, tuple[int, int, int]]  # inode, bytes and time of the last change of each file
 

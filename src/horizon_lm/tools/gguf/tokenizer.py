@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.runs.data.gguf_splits import DIGITS, SPLITS
+from horizon_lm.runs.data.gguf_tokenizer import DIGITS, SPLITS
 from horizon_lm.runs.data.tokenizer_opening import open_tokenizer
-from horizon_lm.tools.gguf.added_tokens import leave_out, notes_on_added
-from horizon_lm.tools.gguf.special_tokens import SpecialTokens, read_special_tokens
+from horizon_lm.tools.gguf.special_tokens import SpecialTokens, leave_out, notes_on_added, read_special_tokens
 
 
 @dataclass(frozen=True)
