@@ -1,1 +1,1 @@
-"""The hardware: streams, memory and transfers of a device, and the host threads that run the optimizer."""
+"""The hardware: streams, memory and transfers of a device, page-locking of host memory, and the host threads of the optimizer."""

@@ -245,8 +245,8 @@ class HostPool:
                     jobs = [job for job in jobs if any(job.task is task for task in tasks)]
                 failed = next((job for job in jobs if job.error is not None and not job.running), None)
                 if failed is not None and failed.error is not None:
-                    # Not by `drop`: the task keeps its waits, because its moves may still be run if these have finished
-                    # (`PendingUpdates.need_device`).
+                    # `Task.drop` would also clear `task.waits`. After a device fault they show whether an update lacks matrices of the
+                    # device (`PendingUpdates.need_device`); if it lacks none, its other moves are run in new threads.
                     failed.task.error, failed.task.dropped = failed.error, True
                     del state.unfinished[id(failed.task)]
                     raise failed.error

@@ -35,12 +35,12 @@ def length_limit(args: Any) -> int | None:
 
 def _longest_tokenized_row(dataset: Any) -> int | None:
     """Return the length of the longest row, a prompt with its longest answer; None for rows that are not tokenized."""
-    columns = _lengths_of_arrow(dataset) if hasattr(dataset, "features") else _lengths_of_rows(dataset)
-    if columns is None or not any(name.endswith("ids") for name in columns):
+    lengths_of_column = _lengths_of_arrow(dataset) if hasattr(dataset, "features") else _lengths_of_rows(dataset)
+    if not lengths_of_column:
         return None
-    num_rows = len(next(iter(columns.values())))
-    prompts = columns.get(_PROMPT, [0] * num_rows)
-    answers = [lengths for name, lengths in columns.items() if name != _PROMPT]
+    num_rows = len(next(iter(lengths_of_column.values())))
+    prompts = lengths_of_column.get(_PROMPT, [0] * num_rows)
+    answers = [lengths for name, lengths in lengths_of_column.items() if name != _PROMPT]
     longest_answers = [max(lengths) for lengths in zip(*answers, strict=True)] if answers else [0] * num_rows
     return max(map(sum, zip(prompts, longest_answers, strict=True)), default=None)
 

@@ -155,8 +155,8 @@ def _extend_store(engine: Engine, parts: ModelParts, precision: Precision) -> tu
 
 
 def _drop_empty_low_halves(store: Store, mesh: Mesh) -> None:
-    """Free the low halves of a base that is frozen now, if all their bits are zero, as they are for bf16 checkpoints. All ranks call
-    this.
+    """Free the low 16 bits of the fp32 masters of a base that is frozen now, if all are zero, as they are for bf16 checkpoints. All ranks
+    call this.
     """
     slabs = [store.units[unit].plain for unit in store.frozen]
     low_halves = [(each, each.low) for each in slabs if each.low is not None]

@@ -79,7 +79,8 @@ class HostAccess:
         engine.store.require_whole()
         # A checkpoint is written from the slabs themselves, as they are now.
         engine.saves.wait()
-        if engine.cursor.active:  # updates of the running pass that are not issued yet come after the access
+        # `wait` leaves out updates of the running pass that are not issued yet: this thread would have to issue them.
+        if engine.cursor.active:
             engine.updates.wait(engine.cursor.tasks_of(Kind.UPDATE))
         else:
             engine.updates.finish()

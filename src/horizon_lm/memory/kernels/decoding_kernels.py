@@ -1,8 +1,8 @@
 """Triton kernels that decode parts of quantized weights on a GPU, bit-equal to the codecs' torch code.
 
-Values are multiplied in fp32 and rounded once, or first to the dtype ``via`` and then to that of the result. Formats are decoded from their bits, because not every GPU converts FP8. bf16 is
-rounded by its bits, too, and stored through a pointer to int16. Launch them without fusing multiply and add
-(``enable_fp_fusion=False``).
+Values are multiplied in fp32 and rounded once, or first to the dtype ``via`` and then to that of the result. Formats are decoded from
+their bits, because not every GPU converts FP8. bf16 is rounded by its bits, too, and stored through a pointer to int16. Launch them
+without fusing multiply and add (``enable_fp_fusion=False``).
 """
 
 import torch
@@ -47,7 +47,9 @@ def _bf16_bits(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _rounded(value: tl.tensor, out: tl.tensor, via: tl.constexpr) -> tl.tensor:
-    """Return fp32 values, rounded to a dtype first, in the type of a pointer: to nearest, ties to even. No value is NaN."""
+    """Round fp32 values to the dtype ``via``, then to the element type of ``out``, where int16 stands for the bits of bf16: to nearest,
+    ties to even. No value is NaN.
+    """
     if via == tl.bfloat16:
         value = (_bf16_bits(value) << 16).to(tl.float32, bitcast=True)
     elif via == tl.float16:

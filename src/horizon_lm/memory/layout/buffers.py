@@ -89,7 +89,8 @@ class BufferTable:
         shard = next(iter(model.units.values())).shard
         self.accumulates, grad_bytes = shard.grad_slots(options.in_micro_batches, ITEMSIZE[options.grad_dtype])
         grad_dtype = "float32" if grad_bytes == ITEMSIZE["float32"] else options.grad_dtype
-        # The gradients of a head are summed over chunks in its slot, and the gradients of a tile over micro-batches; landing rounds both.
+        # The gradients of a head are summed over chunks in its slot, and rounded as they land; those of a tile over micro-batches, and
+        # rounded in place when they are complete (`GradSlot.round_to`).
         head_dtype = "float32" if options.chunked_head else options.compute_dtype
         tile_dtype = "float32" if self.accumulates else grad_dtype
         blocks, tiles = ([layout.part(unit) for unit in units] for units in (model.blocks, layout.tiles))

@@ -101,7 +101,8 @@ def find_conversion(model: Any, names: Iterable[str]) -> Conversion:
             unused[name] = target
     targets = []
     for name, patterns in sources.items():
-        first = next(iter(patterns.values()))  # all sources of a target have the same converter, unless it is ambiguous
+        # All sources have the same converter, unless the target is ambiguous, which the loader rejects.
+        first = next(iter(patterns.values()))
         targets.append(Target(name, patterns, None if first is None else converter_of[first]))
     return Conversion(targets, unused)
 

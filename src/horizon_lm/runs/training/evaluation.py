@@ -27,16 +27,18 @@ class Evaluation(Part):
         stop_if_interrupted: called after each batch but the last, with the number of steps that are done.
 
     Attributes:
-        loss_before: the eval loss before the first step.
+        loss_before: holds the eval loss before the first step.
     """
 
     def __init__(self, run: Run, training: Training, saver: Saver, stop_if_interrupted: Callable[[int], None]) -> None:
         self._config, self._num_steps = run.settings.config, run.intervals.num_steps
         self._ranks, self._reporter, self._eval_sets = run.session.ranks, run.session.reporter, run.data.eval_sets
         self._training, self._saver, self._stop_if_interrupted = training, saver, stop_if_interrupted
+        # In the checkpoints, and restored in a resumed run: the best evaluation,
         self._best = training.state.keep("best", BestModel(self._config))
-        # The step and the loss of the last evaluation, so that no step is evaluated twice.
+        # the step and the loss of the last one, so that no step is evaluated twice,
         self._last_eval = training.state.keep("last_eval", Value[Sequence[Any]]((-1, None)))
+        # and the loss before the first step.
         self.loss_before = training.state.keep("loss_before", Value[float | None](None))
 
     @property

@@ -179,6 +179,7 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     # So that no buffer has to be replaced by a larger one later.
     engine_of(model).expect_batch(ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens))
     has_noise = isinstance(config, TextConfig) and config.neftune_noise_alpha is not None
+    # Random numbers depend on the length of a batch, so all ranks pad alike.
     data.loader.pads_to_step = has_noise or setup.has_dropout(model)
     if point is not None:
         reporter.print(*resume.require_same_model(point, resume.model_settings(model), config))
