@@ -20,7 +20,7 @@ help:
 	@echo "make wheel  build wheel and sdist, and try the wheel outside the checkout"
 
 demo:
-	@python=$$(scripts/bootstrap.sh gguf --demo) && $$python examples/demo.py $(if $(FAST),--fast)
+	@python=$$(scripts/bootstrap.sh gguf,report --demo) && $$python examples/demo.py $(if $(FAST),--fast)
 
 test: lint
 	@python=$$(scripts/bootstrap.sh dev) && $$python -m pytest -n 2 --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
