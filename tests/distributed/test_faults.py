@@ -31,7 +31,7 @@ from horizon_lm.runs.training.loop import Loop
 PLACES = {
     "forward": (Blocks, "forward"), "backward": (BlockAutograd, "backward"), "update": (Pieces, "run"),
     "save": (CheckpointWriter, "_write_file"), "tile": (ExpertCall, "compute"),
-    "tile's gradients": (TiledBackward, "_differentiate"),
+    "tile's gradients": (TiledBackward, "_differentiate_tile"),
 }
 dying, _, place = os.environ.get("DIE", "").partition(":")
 once = os.environ.get("ONCE")

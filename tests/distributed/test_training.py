@@ -526,7 +526,7 @@ def ending_in_a_tile(rank: int, owner: type, method: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), thinned([(TiledBackward, "_differentiate"), (ExpertCall, "compute")], every=2)
+    ("owner", "method"), thinned([(TiledBackward, "_differentiate_tile"), (ExpertCall, "compute")], every=2)
 )
 def test_a_rank_that_has_ended_in_a_tile_is_reported(pool: Pool, owner: type, method: str) -> None:
     """The other waits for its part of the next tile, or of the sum of gradients."""

@@ -134,7 +134,7 @@ def test_message_of_an_interrupt(base: dict[str, Any]) -> None:
     folder = RunDir(as_config(base))
     assert "There is no checkpoint yet; run the same command again to start over" in folder.kept_artifacts(None)
     assert "Run the same command again to go on from there" in folder.kept_artifacts(folder.path / "checkpoint-3")
-    folder._saved.append(folder.path / "checkpoint-3")  # with save_only_model
+    folder._step_exports.append(folder.path / "checkpoint-3")  # with save_only_model
     assert "checkpoint-3. With save_only_model a run cannot be resumed" in folder.kept_artifacts(None)
     assert "--overwrite_output_dir true" in folder.kept_artifacts(None)
 
@@ -379,8 +379,8 @@ def test_metrics_begin_with_the_first_step(base: dict[str, Any], monkeypatch: py
     prepared_at, started_at = [], []
     make_objectives = train.make_objectives
 
-    def noting_the_end(*args: Any) -> Any:
-        objectives = make_objectives(*args)
+    def noting_the_end(*args: Any, **options: Any) -> Any:
+        objectives = make_objectives(*args, **options)
         prepared_at.append(time.perf_counter())
         return objectives
 

@@ -67,7 +67,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         texts.append(text)
         return nullcontext()
 
-    for name in ("cli.plan", "cli.train", "training.train"):
+    for name in ("cli.plan", "cli.train", "runs.training.train"):
         monkeypatch.setattr(import_module(f"horizon_lm.{name}"), "announced", record)
     return texts
 
