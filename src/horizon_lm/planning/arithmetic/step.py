@@ -39,7 +39,7 @@ class StepSettings(Request):
 
     @property
     def grad_slots(self) -> tuple[bool, int]:
-        """Whether an accumulator sums gradients, and the bytes of an element of their slots: see `Shard.grad_slots`."""
+        """Return whether an accumulator sums gradients, and the bytes of an element of their slots: see `Shard.grad_slots`."""
         return self.shard.grad_slots(self.in_micro_batches, self.grad_bytes)
 
     def keeping(self, residency: Residency) -> Self:
