@@ -18,6 +18,7 @@ from plotly.offline import get_plotlyjs
 from typer.testing import CliRunner
 
 from horizon_lm.cli import app
+from horizon_lm.common.quantities import format_count, format_duration
 from horizon_lm.runs.palette import axis_note
 from horizon_lm.runs.run_files import load_run, read_metrics, read_plan
 from horizon_lm.runs.training.loss_png import write_loss_png
@@ -32,7 +33,7 @@ from horizon_lm.tools.report.figures import (
 )
 from horizon_lm.tools.report.page import build_page, figure_json
 from horizon_lm.tools.report.steps import StepView, step_views, verdict
-from horizon_lm.tools.report.summary import _compared, count, duration, summarise
+from horizon_lm.tools.report.summary import _compared, summarise
 from tests.report import report_run
 from tests.report.report_run import GIB, metrics_file, span, step, taken, trace_file, training
 
@@ -180,7 +181,7 @@ def test_summary(tmp_path: Path, complete: Path) -> None:
     plan["step"].update(seconds=1.6, tokens_per_second=101.0)
     plan["host"]["bytes"], plan["device"]["bytes"] = 40 * GIB, 2 * GIB
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    found = {figure.name: (figure.value, figure.comparison) for figure in summarise(load_run(tmp_path))}
+    found = {item.name: (item.text, item.note) for item in summarise(load_run(tmp_path))}
     assert found == {
         "Last training loss": ("1.0000", "step 3 of 200; first 3.0000"),
         "Eval loss": ("5 → 2.5", "before → after 3 steps"),
@@ -197,7 +198,7 @@ def test_summary_of_energy(tmp_path: Path) -> None:
         for step, device in ((1, 0.9), (2, None), (3, 0.2), (4, 0.3))
     ]
     metrics_file(tmp_path, *lines)
-    found = {figure.name: (figure.value, figure.comparison) for figure in summarise(load_run(tmp_path))}
+    found = {item.name: (item.text, item.note) for item in summarise(load_run(tmp_path))}
     assert found["Energy per token"] == ("0.4 J", "median; processors 0.1 J, GPU 0.3 J")
 
 
@@ -207,7 +208,7 @@ def test_summary_of_energy(tmp_path: Path) -> None:
 def test_cores_that_other_programs_used(tmp_path: Path, measured: list[float | None], cores: str | None) -> None:
     """The last line has the average of most steps."""
     metrics_file(tmp_path, *(training(step, cores_of_others=each) for step, each in enumerate(measured, start=1)))
-    found = {figure.name: (figure.value, figure.comparison) for figure in summarise(load_run(tmp_path))}
+    found = {item.name: (item.text, item.note) for item in summarise(load_run(tmp_path))}
     expected = None if cores is None else (cores, "on average, which may have slowed the run")
     assert found.get("Used by other programs") == expected
     assert ("Used by other programs" in build_page(load_run(tmp_path))) == (cores is not None)
@@ -216,7 +217,7 @@ def test_cores_that_other_programs_used(tmp_path: Path, measured: list[float | N
 def test_step_seconds_of_a_short_run_come_from_its_trace(tmp_path: Path) -> None:
     metrics_file(tmp_path, training(1))
     trace_file(tmp_path, steps=[step(1, 0, 30)])
-    found = {figure.name: (figure.value, figure.comparison) for figure in summarise(load_run(tmp_path))}
+    found = {item.name: (item.text, item.note) for item in summarise(load_run(tmp_path))}
     assert found["Step"] == ("30 ms", "median of traced steps")
 
 
@@ -226,7 +227,7 @@ def test_cpu_run_has_no_device_memory(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     metrics = read_metrics(metrics_file(tmp_path, training(1)))
     run = load_run(tmp_path)
-    assert {figure.name: figure.comparison for figure in summarise(run)}["Device buffers"] == ""
+    assert {item.name: item.note for item in summarise(run)}["Device buffers"] == ""
     assert {line.yref for line in run_memory_figure(metrics, run.plan).layout.shapes} == {"y"}
     assert "Device" not in Page(build_page(run)).words["Where the bytes go"]  # it is part of the host
 
@@ -236,16 +237,14 @@ def test_device_peak_is_compared_with_limited_buffers(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(report_run.plan() | {"buffers": limited}))
     metrics = read_metrics(metrics_file(tmp_path, training(1)))
     run = load_run(tmp_path)
-    assert {figure.name: figure.comparison for figure in summarise(run)}[
-        "Device buffers"
-    ] == "planned 2.00 GiB (-50.0%)"
+    assert {item.name: item.note for item in summarise(run)}["Device buffers"] == "planned 2.00 GiB (-50.0%)"
     lines = run_memory_figure(metrics, run.plan).layout.shapes
     assert [line.y0 for line in lines if line.yref == "y2"] == [2.0, 3.0]
     assert "figure-bytes-buffers" in Page(build_page(run)).figures
 
 
 def test_number_formats() -> None:
-    assert [duration(s) for s in (0, 6.7e-6, 0.0321, 0.9999, 1.234, 99.4, 200)] == [
+    assert [format_duration(s) for s in (0, 6.7e-6, 0.0321, 0.9999, 1.234, 99.4, 200)] == [
         "0 ms",
         "6.7 µs",
         "32.1 ms",
@@ -254,7 +253,7 @@ def test_number_formats() -> None:
         "99.4 s",
         "3 min 20 s",
     ]
-    assert [count(n) for n in (12, 5900, 134_515_008, 999_999_999, 7.6e9, 1.2e12)] == [
+    assert [format_count(n) for n in (12, 5900, 134_515_008, 999_999_999, 7.6e9, 1.2e12)] == [
         "12", "5.9k", "135M", "1B", "7.6B", "1.2T",
     ]  # fmt: skip
 
@@ -374,7 +373,7 @@ def test_equal_figures_are_named_once(complete: Path, tmp_path: Path) -> None:
     model = plan["model"] | {"parameters": 134_515_584, "active_parameters": 134_515_000}
     (tmp_path / "plan.json").write_text(json.dumps(plan | {"model": model}))
     page = build_page(load_run(tmp_path))
-    assert f"{count(134_515_584)} parameters ·" in page
+    assert f"{format_count(134_515_584)} parameters ·" in page
     assert "active" not in page.split("</header>")[0].split("<header>")[1]
 
 
@@ -382,7 +381,8 @@ def test_equal_figures_are_named_once(complete: Path, tmp_path: Path) -> None:
     ("value", "words"), [(99.97, "planned 100"), (100.03, "planned 100"), (99.0, "planned 100 (-1.0%)")]
 )
 def test_no_difference_is_not_a_negative_one(value: float, words: str) -> None:
-    assert _compared("Step", value, "{:.0f}".format, "", "planned", 100.0).comparison == words
+    (item,) = _compared("Step", value, "{:.0f}".format, "", "planned", 100.0)
+    assert item.note == words
 
 
 @pytest.mark.parametrize("name", FILES)

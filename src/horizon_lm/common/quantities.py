@@ -1,6 +1,8 @@
-"""Parse, format and round sizes, durations and counts."""
+"""Parse, format and round sizes, durations, rates and counts, and print them as items of a table or of a sentence."""
 
 import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from horizon_lm.common.constants import PAGE
 from horizon_lm.errors import ConfigError
@@ -63,3 +65,65 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds with three digits, from microseconds to hours."""
+    if seconds >= 100:
+        return format_seconds(seconds)
+    seconds = three_digits(seconds)
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
+
+
+def format_count(number: float) -> str:
+    """Format a number of parameters or tokens with three digits, such as ``"7.62B"``."""
+    number = three_digits(number)
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.0f}"
+
+
+def format_rate(rate: float) -> str:
+    """Format a number of tokens per second with a thousands separator, below 100 with one decimal."""
+    return f"{rate:.1f}" if rate < 99.95 else f"{rate:,.0f}"
+
+
+def three_digits(number: float) -> float:
+    """Round to three digits. This is done before choosing a unit, since 999.9 ms is 1 s."""
+    return float(f"{number:.3g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A number to print, in a table or in a sentence.
+
+    Attributes:
+        name: its label.
+        value: the number.
+        unit: function that formats the number with its unit, such as `format_bytes`.
+        note: an explanation or a comparison.
+    """
+
+    name: str
+    value: float
+    unit: Callable[[float], str]
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """The number with its unit."""
+        return self.unit(self.value)
+
+
+def table_lines(items: Sequence[Item]) -> list[str]:
+    """Return the rows of a table of items for a terminal: name, value and note."""
+    width = max(len(item.name) for item in items)
+    return [f"  {item.name:{width}} {item.text:>12}  {item.note}".rstrip() for item in items]
+
+
+def listed(items: Iterable[Item]) -> str:
+    """Return items as a part of a sentence, without their notes: ``"processors 0.1 J, GPU 0.3 J"``."""
+    return ", ".join(f"{item.name} {item.text}" for item in items)

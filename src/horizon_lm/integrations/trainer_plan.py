@@ -101,7 +101,7 @@ class TrainerPlan:
         experts = f" with the experts of {counted(rows, 'token')}" if loaded_for_rows < loaded_at_most else ""
         duration = ""
         if plan.machine.hardware is not None and (rate := plan.machine.hardware.link_in):
-            duration = f": {format_seconds(passes * loaded_for_rows / rate)} at {format_bytes(int(rate))}/s"
+            duration = f": {format_seconds(passes * loaded_for_rows / rate)} at {format_bytes(rate)}/s"
         steps = "" if times_per_step >= 1 else f", every {round(1 / times_per_step)} steps"
         yield (
             f"generation{steps}: up to {passes:,} forward passes, one for each token, which load {format_bytes(loaded_for_rows)} "

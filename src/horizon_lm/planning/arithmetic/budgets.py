@@ -1,10 +1,9 @@
 """The budgets of a plan: what a run needs on the device, in host memory and on disk, item by item."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from horizon_lm.common.constants import DEVICE_MARGIN
 from horizon_lm.common.quantities import counted, format_bytes
-from horizon_lm.memory.layout.units import StorageLayout, UnitLayout
 from horizon_lm.planning.arithmetic.device_memory import DeviceUse
 from horizon_lm.planning.arithmetic.host_memory import (
     checkpoint_bytes,
@@ -12,7 +11,7 @@ from horizon_lm.planning.arithmetic.host_memory import (
     host_bytes,
     largest_file_bytes,
 )
-from horizon_lm.planning.arithmetic.request import Budget, Item, Limit, Machine
+from horizon_lm.planning.arithmetic.request import Budget, Limit, Machine, PlannedBytes
 from horizon_lm.planning.arithmetic.step import Step
 
 _WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the libraries of a run
@@ -49,52 +48,51 @@ def buffer_budget(step: Step, use: DeviceUse) -> Budget:
     return Budget.of(_buffer_items(use), [] if limit is None else [Limit("device_memory", limit)])
 
 
-def _device_items(step: Step, use: DeviceUse) -> list[Item]:
+def _device_items(step: Step, use: DeviceUse) -> list[PlannedBytes]:
     """Return the bytes that a step takes on the device, without the driver's and other memory of the process."""
     settings, items = step.settings, _buffer_items(use)
     if use.checkpoints:
         note = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
-        items.append(Item("activation checkpoints", use.checkpoints, note))
+        items.append(PlannedBytes("activation checkpoints", use.checkpoints, note))
     parts = [f"peak, {settings.slices[0]} × {step.outline.length:,} tokens in a block"]
     if settings.residency.graphs:
         parts.append(counted(settings.residency.graphs, "resident graph"))
     parts.append("all logits" if settings.chunk_tokens is None else f"logits of {settings.chunk_tokens:,} tokens")
-    items.append(Item("activations and head workspace", use.activations, ", ".join(parts)))
-    items.append(Item("masks and positions", use.shared, f"for {step.outline.attention} attention"))
+    items.append(PlannedBytes("activations and head workspace", use.activations, ", ".join(parts)))
+    items.append(PlannedBytes("masks and positions", use.shared, f"for {step.outline.attention} attention"))
     return items
 
 
-def _buffer_items(use: DeviceUse) -> list[Item]:
+def _buffer_items(use: DeviceUse) -> list[PlannedBytes]:
     return _named_items(use.buffers, _DEVICE_NAMES)
 
 
-def _named_items(bytes_by_kind: Mapping[str, int], names: Mapping[str, tuple[str, str]]) -> list[Item]:
+def _named_items(bytes_by_kind: Mapping[str, int], names: Mapping[str, tuple[str, str]]) -> list[PlannedBytes]:
     """Return an item for each kind of bytes, with the kind's name and note from ``names``, or named by its kind alone."""
     items = []
     for kind, num_bytes in bytes_by_kind.items():
         name, note = names.get(kind, (kind.replace("_", " "), ""))
-        items.append(Item(name, num_bytes, note))
+        items.append(PlannedBytes(name, num_bytes, note))
     return items
 
 
-_COLLECTIVES = "sums of gradients, and what NCCL takes (estimate)"
+_SOMETIMES = ("collectives", "display")  # left out of a plan if they take nothing
 
 
-def _reserved_items(machine: Machine) -> list[Item]:
+def _reserved_items(machine: Machine) -> list[PlannedBytes]:
     """Return the device memory that is not used by the step itself."""
     limits = [limit.bytes for limit in machine.device_limits]
     margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
-    return [
-        Item("transfers", machine.scratch_bytes, "scratch space for dtype conversions, both directions"),
-        *([Item("collectives", machine.collective_bytes, _COLLECTIVES)] if machine.collective_bytes else []),
-        Item("context", machine.device_context_bytes, "driver, libraries and their kernels (estimate)"),
-        *(
-            [Item("display", machine.display_bytes, "of this desktop; nothing if no monitor is connected to the card")]
-            if machine.display_bytes
-            else []
+    items = [
+        PlannedBytes("transfers", machine.scratch_bytes, "scratch space for dtype conversions, both directions"),
+        PlannedBytes("collectives", machine.collective_bytes, "sums of gradients, and what NCCL takes (estimate)"),
+        PlannedBytes("context", machine.device_context_bytes, "driver, libraries and their kernels (estimate)"),
+        PlannedBytes(
+            "display", machine.display_bytes, "of this desktop; nothing if no monitor is connected to the card"
         ),
-        Item("margin", margin, f"{DEVICE_MARGIN:.0%} of the device, for allocator fragmentation"),
+        PlannedBytes("margin", margin, f"{DEVICE_MARGIN:.0%} of the device, for allocator fragmentation"),
     ]
+    return [item for item in items if item.bytes or item.name not in _SOMETIMES]
 
 
 _HOST_NAMES = {
@@ -113,17 +111,17 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     names = {**_HOST_NAMES, "moments": ("moments", f"{optimizer.moments_held} ({optimizer.name})")}
     items = _named_items(host_bytes(step), names)
     if machine.on_host:
-        items += [Item(f"device: {item.name}", item.bytes, item.note) for item in _device_items(step, use)]
+        items += [PlannedBytes(f"device: {item.name}", item.bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if step.settings.compiled else 0
     _, width = _exported_parameters(step)
-    largest = max(map(_exported_numel(step), step.outline.layout.units.values())) * width
+    largest = _largest_export(step) * width
     # The export follows the last step, when the memory of activations is free again.
     export = max(0, largest - (use.activations if machine.on_host else 0))
     items += [
-        Item("staging", machine.staging_bytes, "page-locked transfer buffers"),
-        Item("export", export, "one unit while it is written"),
-        Item("process", machine.process_bytes, "interpreter, libraries and dataset"),
-        Item("compilers", workers * _WORKER_BYTES, f"{workers} torch.compile worker processes"),
+        PlannedBytes("staging", machine.staging_bytes, "page-locked transfer buffers"),
+        PlannedBytes("export", export, "one unit while it is written"),
+        PlannedBytes("process", machine.process_bytes, "interpreter, libraries and dataset"),
+        PlannedBytes("compilers", workers * _WORKER_BYTES, f"{workers} torch.compile worker processes"),
     ]
     return Budget.of([item for item in items if item.bytes], machine.host_limits)
 
@@ -133,7 +131,7 @@ _TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")
 
 def transferred_bytes(host: Budget) -> int:
     """Return the bytes of host memory that transfers to and from the device read or write."""
-    names = {name for name, _note in (_HOST_NAMES[kind] for kind in _TRANSFERRED)}
+    names = {_HOST_NAMES[kind][0] for kind in _TRANSFERRED}
     return sum(item.bytes for item in host.items if item.name in names)
 
 
@@ -143,7 +141,7 @@ def disk_budget(step: Step, machine: Machine) -> Budget:
     exported, files = exported_bytes(step), step.settings.side_files
     of_adapters = " of the adapters" if step.outline.base_is_frozen else ""
     beside = f", and {format_bytes(files.model)} of tokenizer and configs" if files.model else ""
-    items = [Item("exported model", exported, f"{width} bytes per parameter{of_adapters}{beside}")]
+    items = [PlannedBytes("exported model", exported, f"{width} bytes per parameter{of_adapters}{beside}")]
     saves = step.settings.saves
     if saves.num:
         num_bytes = exported if saves.only_model or saves.with_model else files.model
@@ -151,9 +149,9 @@ def disk_budget(step: Step, machine: Machine) -> Budget:
             num_bytes += checkpoint_bytes(step) + checkpoint_files_bytes(step)
         count = min(saves.num, saves.kept + 1)  # the oldest is deleted once the newest is complete
         note = f"{count} at once; {saves.num} x {format_bytes(num_bytes)} = {format_bytes(saves.num * num_bytes)} written over the run"
-        items.append(Item("checkpoints", count * num_bytes, note))
+        items.append(PlannedBytes("checkpoints", count * num_bytes, note))
     if files.records:
-        items.append(Item("records", files.records, "settings, plan, metrics and pictures, at most"))
+        items.append(PlannedBytes("records", files.records, "settings, plan, metrics and pictures, at most"))
     if not machine.download_limits:
         items += _download_items(step)
     return Budget.of(items, machine.disk_limits)
@@ -164,9 +162,9 @@ def download_budget(step: Step, machine: Machine) -> Budget:
     return Budget.of(_download_items(step) if machine.download_limits else [], machine.download_limits)
 
 
-def _download_items(step: Step) -> list[Item]:
+def _download_items(step: Step) -> list[PlannedBytes]:
     num_bytes = step.settings.download_bytes
-    return [Item("download", num_bytes, "the checkpoint to start from")] if num_bytes else []
+    return [PlannedBytes("download", num_bytes, "the checkpoint to start from")] if num_bytes else []
 
 
 def _exported_parameters(step: Step) -> tuple[int, int]:
@@ -175,11 +173,12 @@ def _exported_parameters(step: Step) -> tuple[int, int]:
     return (layout.num_trained, 4) if outline.base_is_frozen else (layout.num_parameters, step.settings.export_bytes)
 
 
-def _exported_numel(step: Step) -> Callable[[UnitLayout[StorageLayout]], int]:
-    """Return a function of a unit's slabs: the exported elements of the largest of them; only trained ones with a frozen base."""
+def _largest_export(step: Step) -> int:
+    """Return the exported elements of the unit that has the most; with a frozen base, of its trained ones."""
+    units = step.outline.layout.units.values()
     if step.outline.base_is_frozen:
-        return lambda slabs: max(slab.grad_layout.numel for slab in slabs.of_weights)
-    return lambda slabs: max(layout.numel for layout in slabs.layout.buffers)
+        return max(slab.grad_layout.numel for unit in units for slab in unit.of_weights)
+    return max(buffer.numel for unit in units for buffer in unit.layout.buffers)
 
 
 def exported_bytes(step: Step) -> int:
@@ -205,12 +204,3 @@ def file_problems(step: Step, machine: Machine) -> list[str]:
         for name, num_bytes in files
         if num_bytes > machine.file_limit
     ]
-
-
-def describe_deficit(place: str, budget: Budget) -> str:
-    """Return the needed, available and missing bytes of a place with a limit as a sentence."""
-    assert budget.limit is not None
-    return (
-        f"{place}: {format_bytes(budget.bytes)} needed, {format_bytes(budget.limit.bytes)} available "
-        f"({budget.limit.name}), {format_bytes(budget.deficit)} short ({budget.deficit:,} bytes)"
-    )

@@ -34,13 +34,13 @@ def energy_as_json(plan: Plan, prices: Prices) -> dict[str, Any]:
     time, hardware = plan.time, plan.machine.hardware
     watts = dict(hardware.watts) if hardware is not None and plan.request.num_ranks == 1 else {}
     power = sum(watts.values())
-    joules = power * time.seconds if time is not None and power else None
-    per_token = power / time.tokens_per_second if time is not None and power else None
-    rent = electricity = None
+    joules = per_token = rent = electricity = None
+    if time is not None and power:
+        joules, per_token = power * time.seconds, power / time.tokens_per_second
+        if prices.per_kwh is not None:
+            electricity = per_token * 1e6 / _JOULES_PER_KWH * prices.per_kwh
     if time is not None and prices.per_hour is not None:
         rent = prices.per_hour / 3600 / time.tokens_per_second * 1e6
-    if per_token is not None and prices.per_kwh is not None:
-        electricity = per_token * 1e6 / _JOULES_PER_KWH * prices.per_kwh
     return {
         "watts": watts, "joules_per_step": joules, "joules_per_token": per_token,
         "rent_per_million_tokens": rent, "electricity_per_million_tokens": electricity,

@@ -1,9 +1,15 @@
-"""Find the changes with which a step that waits for its optimizer or for its loads is faster, and state the cost of each."""
+"""Find what would make a step faster: other settings, if it waits for its optimizer or its loads, or plain training on the GPU."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from horizon_lm.planning.arithmetic.request import Request
+from horizon_lm.common.constants import DEVICE_MARGIN
+from horizon_lm.common.quantities import format_bytes, format_rate
+from horizon_lm.planning.arithmetic.device_memory import device_use
+from horizon_lm.planning.arithmetic.host_memory import host_bytes
+from horizon_lm.planning.arithmetic.request import Machine, Request
+from horizon_lm.planning.arithmetic.residency import Residency
+from horizon_lm.planning.arithmetic.step import Step
 from horizon_lm.planning.arithmetic.step_time import StepTime
 from horizon_lm.schedule.ops import CAUSE_TITLES
 
@@ -92,4 +98,38 @@ def _with_rows(request: Request, times: int) -> Request:
 
 
 def _rate_instead(rate: float, time: StepTime) -> str:
-    return f"{rate:,.0f} tokens/s instead of {time.tokens_per_second:,.0f}"
+    return f"{format_rate(rate)} tokens/s instead of {format_rate(time.tokens_per_second)}"
+
+
+# Plain training, for which the whole model and its optimizer are on the GPU
+
+
+_READ_AND_WRITTEN = ("weights", "low_halves", "moments")  # by an update
+
+
+def plain_reasons(step: Step, machine: Machine, time: StepTime | None) -> list[str]:
+    """Return a sentence with the bytes and the time of plain training; none if it does not fit the GPU, or if that is unknown."""
+    settings = step.settings
+    if machine.on_host or not machine.device_limits or settings.num_ranks > 1 or step.outline.unknown:
+        return []
+    if step.outline.trains_decoded:  # plain training decodes the base, whose size this plan does not have
+        return []
+    # Plain training has weights, gradients and moments on the GPU, not in host memory, and all activation checkpoints, too.
+    state = {kind: num_bytes for kind, num_bytes in host_bytes(step).items() if kind != "boundaries"}
+    use = device_use(replace(step, settings=settings.keeping(Residency(step.outline.num_blocks))))
+    available = min(limit.bytes for limit in machine.device_limits)
+    needed = sum(state.values()) + use.checkpoints + use.activations + use.shared + machine.device_context_bytes
+    needed += int(available * DEVICE_MARGIN)
+    if needed > available:
+        return []
+    sentence = (
+        f"this model also fits the GPU as a whole: plain training with activation checkpointing takes about {format_bytes(needed)} of "
+        f"{format_bytes(available)} there"
+    )
+    if time is None or machine.hardware is None:
+        return [sentence]
+    moved = sum(num_bytes * (2 if kind in _READ_AND_WRITTEN else 1) for kind, num_bytes in state.items())
+    seconds = time.busy["compute"] * time.seconds + moved / machine.hardware.device_bandwidth
+    shorter = 1 - seconds / time.seconds
+    gain = f"a step about {shorter:.0%} shorter" if shorter >= 0.01 else "a step about as long"
+    return [f"{sentence}, and {gain}"]

@@ -17,10 +17,10 @@ from horizon_lm.planning.arithmetic.budgets import (
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.choose import choose
 from horizon_lm.planning.arithmetic.device_memory import device_use, memory_curve
-from horizon_lm.planning.arithmetic.faster import faster_reasons
+from horizon_lm.planning.arithmetic.faster import faster_reasons, plain_reasons
 from horizon_lm.planning.arithmetic.float8 import require_float8
+from horizon_lm.planning.arithmetic.items import PLACES
 from horizon_lm.planning.arithmetic.outline import ModelOutline
-from horizon_lm.planning.arithmetic.plain import plain_reasons
 from horizon_lm.planning.arithmetic.plan_file import PlannedMemory
 from horizon_lm.planning.arithmetic.request import Budget, Machine, Request
 from horizon_lm.planning.arithmetic.step import Step
@@ -64,7 +64,12 @@ class Plan:
     @property
     def budgets(self) -> dict[str, Budget]:
         """The budgets by the names of their places."""
-        return {name: getattr(self, name) for name in ("host", "device", "buffers", "disk", "download")}
+        return {name: getattr(self, name) for name in PLACES}
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The needed bytes by the names of their places."""
+        return {place: budget.bytes for place, budget in self.budgets.items()}
 
     @property
     def lacking(self) -> dict[str, Budget]:

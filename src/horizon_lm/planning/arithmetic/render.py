@@ -8,18 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.common.disk import Disk, write_file
-from horizon_lm.common.quantities import counted, format_bytes, format_seconds
+from horizon_lm.common.quantities import (
+    Item,
+    counted,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_seconds,
+    listed,
+    table_lines,
+)
+from horizon_lm.planning.arithmetic.items import PLACES, overlaps, speeds, stalls, utilization
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.plan_file import PlanFile, PlannedModel, PlannedRun, PlannedStep
 from horizon_lm.planning.arithmetic.remedies import Remedy, smallest
-from horizon_lm.planning.arithmetic.request import Budget
-from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES
+from horizon_lm.planning.arithmetic.request import Budget, Limit, Request
+from horizon_lm.planning.arithmetic.step_time import SaveTime, StepTime
+from horizon_lm.schedule.ops import CAUSE_TITLES
 from horizon_lm.schedule.trace import write_chrome
 
-_TITLES = {
-    "host": "host memory", "device": "device memory", "buffers": "device buffers", "disk": "disk", "download": "download disk",
-}  # fmt: skip
 _TOKENS = 1_000_000  # the tokens whose duration is stated if the number of steps is unknown
 
 
@@ -29,15 +37,17 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield f"{'fits' if plan.fits else 'does not fit'}: {plan.step.outline.name}{adapters}, on {plan.machine.name}"
     for place, budget in plan.budgets.items():
         if place == "device" and plan.machine.on_host:
-            yield _row("device", "part of host memory")
+            yield _row(PLACES[place], "part of host memory")
         elif _is_shown(place, budget):
-            yield _row(place, f"{_bytes_of_limit(budget)}{_for_each_process(plan, place)}")
+            yield _row(
+                PLACES[place], f"{format_bytes(budget.bytes)}{_of_limit(budget)}{_for_each_process(plan, place)}"
+            )
     yield _row("time", _rate_and_time(plan))
     yield from (f"note: {note}" for note in (*plan.machine.notes, plan.step.outline.unproven) if note)
 
 
-def _row(place: str, text: str) -> str:
-    return f"{_TITLES.get(place, place):15}{text}"
+def _row(name: str, text: str) -> str:
+    return f"{name:15}{text}"
 
 
 def _is_shown(place: str, budget: Budget) -> bool:
@@ -45,11 +55,11 @@ def _is_shown(place: str, budget: Budget) -> bool:
     return bool(budget.items) and (place != "buffers" or bool(budget.limits))
 
 
-def _bytes_of_limit(budget: Budget) -> str:
-    """Return the needed and the available bytes of a place as text; if they do not suffice, also the name of the limit."""
+def _of_limit(budget: Budget) -> str:
+    """Return the available bytes of a place as the end of "1.00 GiB of 2.00 GiB"; if they do not suffice, also the name of the limit."""
     if budget.limit is None:
-        return format_bytes(budget.bytes)
-    of_limit = f"{format_bytes(budget.bytes)} of {format_bytes(budget.limit.bytes)}"
+        return ""
+    of_limit = f" of {format_bytes(budget.limit.bytes)}"
     return f"{of_limit} ({budget.limit.name}), {format_bytes(budget.deficit)} short" if budget.deficit else of_limit
 
 
@@ -64,10 +74,12 @@ def _rate_and_time(plan: Plan) -> str:
     time, steps = plan.time, plan.request.num_steps
     if time is None:
         return _why_unknown(plan)
-    rate = f"{time.tokens_per_second:,.0f} tokens/s, {_seconds(time.seconds)}/step"
+    step, rate, _operations = speeds(time)
     if time.run_seconds is not None and steps is not None:
-        return f"{rate}; {counted(steps, 'step')}: {format_seconds(time.run_seconds)}"
-    return f"{rate}; a million tokens: {format_seconds(_TOKENS / time.tokens_per_second)}"
+        whole, seconds = counted(steps, "step"), time.run_seconds
+    else:
+        whole, seconds = "a million tokens", _TOKENS / time.tokens_per_second
+    return f"{rate.text}, {step.text}; {whole}: {format_seconds(seconds)}"
 
 
 def _why_unknown(plan: Plan) -> str:
@@ -81,13 +93,28 @@ def _why_unknown(plan: Plan) -> str:
 
 def detail_lines(plan: Plan) -> Iterator[str]:
     """Yield the items of all places, the settings that were chosen, and the times of a step."""
+    yield from _model_lines(plan)
+    yield f"on {plan.machine.name}"
+    for place, budget in plan.budgets.items():
+        if _is_shown(place, budget):
+            yield from ("", *_budget_lines(place, budget, plan.machine.num_processes if place == "host" else 1))
+    yield from ("", "settings", *(f"  {reason}" for reason in plan.reasons), "")
+    if plan.time is None or plan.machine.hardware is None:
+        yield f"time: {_why_unknown(plan)}"
+        return
+    yield f"time, simulated with the rates of {plan.machine.hardware.name}{_links(plan)}"
+    yield from (f"  {line}" for line in _time_lines(plan, plan.time))
+
+
+def _model_lines(plan: Plan) -> Iterator[str]:
+    """Yield the size of the model and of a step, the passes that load a part of the experts, and the caches of sample prompts."""
     outline, request = plan.step.outline, plan.request
-    active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.layout.num_parameters else ""
+    active = f" ({format_count(outline.active)} active)" if outline.active < 0.8 * outline.layout.num_parameters else ""
     yield (
-        f"{outline.name}: {_billions(outline.layout.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
-        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_and_each_process(plan)}"
+        f"{outline.name}: {format_count(outline.layout.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
+        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_and_each_process(request)}"
     )
-    if outline.routed_tokens and plan.request.num_ranks == 1:
+    if outline.routed_tokens and request.num_ranks == 1:
         yield (
             f"passes without gradients of at most {counted(outline.routed_tokens, 'token')}, as in generation, stream those of the "
             f"{outline.experts} experts that their tokens are routed to; larger ones stream all"
@@ -96,83 +123,57 @@ def detail_lines(plan: Plan) -> Iterator[str]:
         if batch.kept_bytes:
             rows = counted(batch.rows, "row")
             yield f"key-value cache of sample_prompts: {format_bytes(batch.kept_bytes)} for {rows} of {batch.length:,} tokens"
-    yield f"on {plan.machine.name}"
-    for place, budget in plan.budgets.items():
-        if _is_shown(place, budget):
-            yield ""
-            yield from _budget_lines(place, budget, plan.machine.num_processes if place == "host" else 1)
-    yield ""
-    yield "settings"
-    yield from (f"  {reason}" for reason in plan.reasons)
-    yield ""
-    yield from _time_lines(plan)
 
 
-def _and_each_process(plan: Plan) -> str:
+def _and_each_process(request: Request) -> str:
     """Return the end of "... tokens per step and process; 4 processes share the model". Empty for one process."""
-    ranks, shard = plan.request.num_ranks, plan.request.shard
+    ranks, copies = request.num_ranks, request.num_replicas
     if ranks == 1:
         return ""
-    copies = plan.request.num_replicas
-    shared = (
-        f"{ranks} processes share the model"
-        if copies == 1
-        else f"{copies} copies of the model, shared by {shard.count} processes each"
-    )
-    return f" and process; {shared}"
+    if copies == 1:
+        return f" and process; {ranks} processes share the model"
+    return f" and process; {copies} copies of the model, shared by {request.shard.count} processes each"
 
 
 def _budget_lines(place: str, budget: Budget, num_processes: int) -> Iterator[str]:
     """Yield the title, the items and the total of a place, for one of the processes that share it."""
-    yield _TITLES[place] + (" of each process" if num_processes > 1 else "")
-    of_all = f"all {num_processes} processes of a machine"
-    width = max(map(len, (*(item.name for item in budget.items), of_all if num_processes > 1 else "total")))
-    for item in budget.items:
-        yield f"  {item.name:{width}} {format_bytes(item.bytes):>12}  {item.note}".rstrip()
-    limit = budget.limit
-    if limit is None:
-        verdict = ""
-    elif budget.deficit:
-        verdict = f"of {format_bytes(limit.bytes)} ({limit.name}): DOES NOT FIT, {format_bytes(budget.deficit)} short"
-    else:
-        left = limit.bytes - budget.bytes
-        verdict = f"of {format_bytes(limit.bytes)} ({limit.name}): fits, {format_bytes(left)} left"
-    yield f"  {'total':{width}} {format_bytes(budget.bytes):>12}  {verdict}".rstrip()
+    of_each, of_all = "", []
     if num_processes > 1:
-        yield f"  {of_all:{width}} {format_bytes(budget.bytes * num_processes):>12}"
+        of_each = " of each process"
+        of_all = [Item(f"all {num_processes} processes of a machine", budget.bytes * num_processes, format_bytes)]
+    yield PLACES[place] + of_each
+    yield from table_lines([*budget.table, Item("total", budget.bytes, format_bytes, _verdict(budget)), *of_all])
 
 
-def _time_lines(plan: Plan) -> Iterator[str]:
-    """Yield the times of a step, of a checkpoint, of loading the weights and of the run, or why they are unknown."""
-    time, hardware = plan.time, plan.machine.hardware
-    if time is None or hardware is None:
-        yield f"time: {_why_unknown(plan)}"
-        return
-    yield f"time, simulated with the rates of {hardware.name}{_links(plan)}"
+def _verdict(budget: Budget) -> str:
+    """Return whether a place has the needed bytes, and how many are left or missing; empty if it has no limit."""
+    if budget.limit is None:
+        return ""
+    left = budget.limit.bytes - budget.bytes
+    verdict = f"fits, {format_bytes(left)} left" if left >= 0 else f"DOES NOT FIT, {format_bytes(-left)} short"
+    return f"of {format_bytes(budget.limit.bytes)} ({budget.limit.name}): {verdict}"
+
+
+def _time_lines(plan: Plan, time: StepTime) -> Iterator[str]:
+    """Yield the times of a step, of a checkpoint, of loading the weights and of the run."""
     on_each = " per GPU" if plan.request.num_ranks > 1 else ""
-    yield (
-        f"  {_seconds(time.seconds)}/step, {time.tokens_per_second:,.0f} tokens/s, {time.model_tflops:,.1f} model TFLOP/s{on_each}; "
-        f"bottleneck: {CAUSE_TITLES[time.limited_by]}"
-    )
-    stalls = ", ".join(
-        f"{CAUSE_TITLES[cause]} {_seconds(s)}" for cause, s in time.exposed_seconds.items() if s > 5e-4 * time.seconds
-    )
-    yield f"  compute stalls: {stalls or 'none'}"
-    yield "  stream utilization: " + ", ".join(
-        f"{title} {time.busy[stream]:.0%}" for stream, title in STREAM_TITLES.items() if stream in time.busy
-    )
-    for what, tokens in time.hidden_from_tokens.items():
-        reached = f"from {tokens:,} tokens/step{on_each}; this run has {plan.step.tokens:,}"
-        yield f"  {CAUSE_TITLES[what]} fully overlapped {reached if tokens > 1 else 'with any number of tokens'}"
+    rates = ", ".join(item.text for item in speeds(time))
+    yield f"{rates}{on_each}; bottleneck: {CAUSE_TITLES[time.limited_by]}"
+    notable = [item for item in stalls(time.exposed_seconds) if item.value > 5e-4 * time.seconds]
+    yield f"compute stalls: {listed(notable) or 'none'}"
+    yield f"stream utilization: {listed(utilization(time.busy))}"
+    for item in overlaps(time):
+        of_this = f"{on_each}; this run has {plan.step.tokens:,}" if item.value > 1 else ""
+        yield f"{item.name} fully overlapped {item.text}{of_this}"
     if plan.save is not None:
         yield (
-            f"  a checkpoint: {format_bytes(plan.save.num_bytes)} in {format_seconds(plan.save.seconds)}, while training goes on; "
-            f"the steps lose {_seconds(plan.save.stall_seconds)}{_save_advice(plan)}"
+            f"a checkpoint: {format_bytes(plan.save.num_bytes)} in {format_seconds(plan.save.seconds)}, while training goes on; "
+            f"the steps lose {format_duration(plan.save.stall_seconds)}{_save_advice(plan.save, time, plan.request)}"
         )
     if plan.load_seconds is not None:
-        yield f"  loading the weights: {format_seconds(plan.load_seconds)}"
+        yield f"loading the weights: {format_seconds(plan.load_seconds)}"
     if time.run_seconds is not None:
-        yield f"  all {plan.request.num_steps:,} steps: {format_seconds(time.run_seconds)}"
+        yield f"all {plan.request.num_steps:,} steps: {format_seconds(time.run_seconds)}"
 
 
 def _links(plan: Plan) -> str:
@@ -192,15 +193,12 @@ def _links(plan: Plan) -> str:
 _SAVE_SHARE = 0.02  # of a run's time that checkpoints may cost without a remark
 
 
-def _save_advice(plan: Plan) -> str:
+def _save_advice(save: SaveTime, time: StepTime, request: Request) -> str:
     """Return the advice to save less often if checkpoints cost more than `_SAVE_SHARE` of the run's time; empty otherwise."""
-    assert plan.save is not None
-    assert plan.time is not None
-    save_steps = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))
-    steps, saves = plan.request.num_steps, plan.request.saves
-    num_regular = saves.num - saves.of_best
+    save_steps = math.ceil(save.stall_seconds / (_SAVE_SHARE * time.seconds))
+    num_regular = request.saves.num - request.saves.of_best
     # n regular saves cut the steps of the run into n + 1 intervals: their length is the present ``save_steps``.
-    if steps is None or not num_regular or save_steps <= steps / (num_regular + 1):
+    if request.num_steps is None or not num_regular or save_steps <= request.num_steps / (num_regular + 1):
         return ""
     return f"; save_steps: {save_steps} would keep that below {_SAVE_SHARE:.0%} of the time"
 
@@ -210,15 +208,26 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     yield from plan.reasons
     for place, budget in plan.budgets.items():
         if budget.items and budget.limit is not None:
-            yield (
-                f"{_TITLES[place]}: {format_bytes(budget.bytes)} planned{_for_each_process(plan, place)}, "
-                f"{format_bytes(budget.limit.bytes)} available ({budget.limit.name})"
-            )
+            planned = f"{format_bytes(budget.bytes)} planned{_for_each_process(plan, place)}"
+            yield f"{PLACES[place]}: {planned}, {_available(budget.limit)}"
     if plan.time is not None and plan.time.run_seconds is not None:
+        step, *_rates = speeds(plan.time)
         yield (
-            f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {CAUSE_TITLES[plan.time.limited_by]}; "
+            f"expected: {step.text}, bottleneck: {CAUSE_TITLES[plan.time.limited_by]}; "
             f"{format_seconds(plan.time.run_seconds)} for all steps, without evaluation, sample prompts and exports"
         )
+
+
+def deficit_lines(plan: Plan) -> Iterator[str]:
+    """Yield the needed, available and missing bytes of each place that is too small."""
+    for place, budget in plan.lacking.items():
+        assert budget.limit is not None
+        short = f"{format_bytes(budget.deficit)} short ({budget.deficit:,} bytes)"
+        yield f"{place}: {format_bytes(budget.bytes)} needed, {_available(budget.limit)}, {short}"
+
+
+def _available(limit: Limit) -> str:
+    return f"{format_bytes(limit.bytes)} available ({limit.name})"
 
 
 def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
@@ -233,10 +242,9 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
     if remedies:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
     for remedy in remedies:
-        sizes = ", ".join(
-            f"{_TITLES[place]} {format_bytes(remedy.plan.budgets[place].bytes)}"
-            for place in ("host", "device")
-            if remedy.plan.budgets[place].items
+        memory = {"host": remedy.plan.host, "device": remedy.plan.device}
+        sizes = listed(
+            Item(PLACES[place], budget.bytes, format_bytes) for place, budget in memory.items() if budget.items
         )
         yield f"  {_arguments(remedy)}\n    {sizes}; cost: {remedy.cost}"
 
@@ -244,9 +252,12 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
 def _smallest_plan_lines(plan: Plan) -> Iterator[str]:
     """Yield a sentence about the run with the fewest bytes per parameter, if even that does not fit and the change saves host memory."""
     least = smallest(plan)
-    lacking = {place: each for place, each in least.plan.lacking.items() if place in ("host", "device")}
-    if lacking and least.plan.host.bytes < plan.host.bytes:
-        needed = " and ".join(f"{format_bytes(each.bytes)} of {_TITLES[place]}" for place, each in lacking.items())
+    needed = " and ".join(
+        f"{format_bytes(budget.bytes)} of {PLACES[place]}"
+        for place, budget in least.plan.lacking.items()
+        if place in ("host", "device")
+    )
+    if needed and least.plan.host.bytes < plan.host.bytes:
         yield f"Even with {_arguments(least)} it would take {needed}."
 
 
@@ -257,24 +268,12 @@ def _arguments(remedy: Remedy) -> str:
 def setting_text(value: Any) -> str:
     """Return a value as written in a run file."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     if isinstance(value, list):
         return ", ".join(map(setting_text, value))
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {setting_text(each)}" for key, each in value.items()) + "}"
     return str(value)
-
-
-def _billions(number: float) -> str:
-    if number < 1e6:
-        return f"{number / 1e3:.0f}K"
-    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 100:
-        return format_seconds(seconds)
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
@@ -286,12 +285,16 @@ def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> di
     content = PlanFile(
         fits=plan.fits, model=_model(plan.step.outline), run=_run(plan, device),
         host=plan.host, device=plan.device, buffers=plan.buffers, disk=plan.disk, download=plan.download,
-        hardware=None if machine.hardware is None else asdict(machine.hardware),
-        interconnect=None if machine.interconnect is None else asdict(machine.interconnect),
-        save=None if plan.save is None else asdict(plan.save),
-        step=step, memory=plan.curve, problems=list(plan.problems), remedies=[_remedy(remedy) for remedy in remedies],
+        hardware=_as_dict(machine.hardware), interconnect=_as_dict(machine.interconnect), save=_as_dict(plan.save),
+        step=step, memory=plan.curve, problems=list(plan.problems),
+        remedies=[{"settings": dict(each.settings), "cost": each.cost, "bytes": each.plan.bytes} for each in remedies],
     )  # fmt: skip
     return asdict(content)
+
+
+def _as_dict(part: Any) -> dict[str, Any] | None:
+    """Return a dataclass as a dict; None for None."""
+    return None if part is None else asdict(part)
 
 
 def _model(outline: ModelOutline) -> PlannedModel:
@@ -309,14 +312,6 @@ def _run(plan: Plan, device: str) -> PlannedRun:
         precision=request.precision, device=device, reasons=list(plan.reasons),
         settings={**settings.choices(), "slices": settings.slices, "attn_implementation": outline.attention},
     )  # fmt: skip
-
-
-def _remedy(remedy: Remedy) -> dict[str, Any]:
-    return {
-        "settings": dict(remedy.settings),
-        "cost": remedy.cost,
-        "bytes": {place: budget.bytes for place, budget in remedy.plan.budgets.items()},
-    }
 
 
 def write_plan(plan: Plan, device: str, folder: Path) -> None:

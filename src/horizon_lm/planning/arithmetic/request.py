@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from horizon_lm.common.optimizers import ADAMW, OptimizerEntry
+from horizon_lm.common.quantities import Item, format_bytes
 from horizon_lm.common.streaming_options import StreamingOptions, chosen
 from horizon_lm.memory.layout.ranks import WHOLE, Shard
 from horizon_lm.planning.arithmetic.catalog import Hardware
@@ -11,7 +12,7 @@ from horizon_lm.planning.arithmetic.interconnect import Interconnect
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class PlannedBytes:
     """A number of bytes with one purpose. ``note``: an explanation, if the name does not suffice."""
 
     name: str
@@ -38,16 +39,21 @@ class Budget:
         limits: upper bounds.
     """
 
-    items: list[Item]
+    items: list[PlannedBytes]
     bytes: int
     available: int | None
     limits: list[Limit]
 
     @classmethod
-    def of(cls, items: Sequence[Item], limits: Sequence[Limit] = ()) -> "Budget":
+    def of(cls, items: Sequence[PlannedBytes], limits: Sequence[Limit] = ()) -> "Budget":
         """Return the budget of these items."""
         available = min((limit.bytes for limit in limits), default=None)
         return cls(list(items), sum(item.bytes for item in items), available, list(limits))
+
+    @property
+    def table(self) -> list[Item]:
+        """The bytes by purpose, to print."""
+        return [Item(each.name, each.bytes, format_bytes, each.note) for each in self.items]
 
     @property
     def limit(self) -> Limit | None:

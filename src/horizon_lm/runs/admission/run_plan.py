@@ -11,13 +11,12 @@ from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
 from horizon_lm.memory.layout.buffers import sum_buffers
 from horizon_lm.memory.layout.ranks import WHOLE, Shard
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.arithmetic.budgets import describe_deficit
 from horizon_lm.planning.arithmetic.choose import with_device_room
 from horizon_lm.planning.arithmetic.device_memory import device_use
 from horizon_lm.planning.arithmetic.interconnect import Interconnect
 from horizon_lm.planning.arithmetic.plan import Plan, make_plan
 from horizon_lm.planning.arithmetic.remedies import Remedy
-from horizon_lm.planning.arithmetic.render import remedy_lines
+from horizon_lm.planning.arithmetic.render import deficit_lines, remedy_lines
 from horizon_lm.planning.arithmetic.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.runs.admission.inputs import RowShape, Source, compute_dtype, fetch_source, open_source
@@ -128,7 +127,7 @@ def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShap
         return []
     capability = None
     if hardware is not None and hardware.capability:  # 8.9 is (8, 9)
-        capability = int(hardware.capability), round(10 * hardware.capability) % 10
+        capability = divmod(round(10 * hardware.capability), 10)
     used = plan.step.outline.attention
     sinks = has_sinks(source.model.skeleton())
     kernel = kernel_of_segments(config, used, compute_dtype(run), plan.step.settings.compiled, capability, sinks)
@@ -198,7 +197,7 @@ def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[Forwar
 
 def does_not_fit(plan: Plan, remedies: Sequence[Remedy], is_shown: bool = False) -> DoesNotFitError:
     """Return the error for a plan that does not fit, with remedies. ``is_shown``: the plan was printed, so its numbers are not repeated."""
-    deficits = () if is_shown else (f"  {describe_deficit(*each)}" for each in plan.lacking.items())
+    deficits = () if is_shown else (f"  {line}" for line in deficit_lines(plan))
     return DoesNotFitError("\n".join(["this run does not fit", *deficits, *remedy_lines(plan, remedies)]))
 
 

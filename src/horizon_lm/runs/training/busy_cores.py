@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import astuple
 
 from horizon_lm.common.other_programs import CoreUse, cores_of_others, missing_cores
+from horizon_lm.common.quantities import format_duration
 from horizon_lm.runs.training.intervals import Intervals
 from horizon_lm.runs.training.part import Part
 from horizon_lm.runs.training.run import Run
@@ -56,8 +57,8 @@ class BusyCores(Part):
     def _step_times(self) -> str:
         """Return the measured and the planned time of a step as the end of the warning."""
         planned = self._run.settings.plan.time
-        text = f": a step takes {_format_seconds(self._step_seconds / self._num_steps)}"
-        return text if planned is None else f"{text}, and {_format_seconds(planned.seconds)} by the plan"
+        text = f": a step takes {format_duration(self._step_seconds / self._num_steps)}"
+        return text if planned is None else f"{text}, and {format_duration(planned.seconds)} by the plan"
 
 
 def _uses_on_worst_machine(uses: Sequence[CoreUse]) -> Sequence[CoreUse]:
@@ -74,7 +75,3 @@ def _describe_lack(worst: Sequence[CoreUse], is_only_machine: bool) -> str:
         return ""
     place = "" if is_only_machine else f" of {worst[0].host}"
     return f"other programs use {cores_of_others(worst):.1f} of {worst[0].cores} cores{place}, which may slow this run"
-
-
-def _format_seconds(value: float) -> str:
-    return f"{value:.2g} s" if value < 10 else f"{value:,.0f} s"

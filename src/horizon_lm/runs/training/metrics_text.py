@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from horizon_lm.common.quantities import format_bytes, format_seconds
+from horizon_lm.common.quantities import format_bytes, format_rate, format_seconds
 from horizon_lm.runs.training.energy import Energy
 
 _LEAST_FIRST = (  # texts that are left out of a line that is too long, in this order
@@ -45,8 +45,8 @@ def _training_texts(line: dict[str, Any]) -> dict[str, str]:
         **_extra_metrics(line, ""),
         "grad_norm": f"  grad norm {_format_or_none(line['grad_norm'], '.2f')}",
         "learning_rate": f"  lr {line['learning_rate']:.2e}",
-        "rate": f"  tokens/s {_format_rate(line['tokens_per_second'])}",
-        "trained": f" ({_format_rate(line['trained_tokens_per_second'])} trained)",
+        "rate": f"  tokens/s {format_rate(line['tokens_per_second'])}",
+        "trained": f" ({format_rate(line['trained_tokens_per_second'])} trained)",
         "energy": _energy_of_tokens(line),
         "device": f"  device buffers {format_bytes(line['device_bytes_peak'])}",
         "host": f"  host {format_bytes(line['host_bytes'])}",
@@ -78,11 +78,6 @@ def _extra_metrics(line: dict[str, Any], prefix: str) -> dict[str, str]:
 def _format_metric(value: float) -> str:
     """Format with three decimals, small and very large numbers with three significant digits."""
     return f"{value:z.3f}" if 0.1 <= abs(value) < 1e5 or value == 0 else f"{value:.3g}"
-
-
-def _format_rate(rate: float) -> str:
-    """Format a rate with a thousands separator, below 100 with one decimal."""
-    return f"{rate:.1f}" if rate < 99.95 else f"{rate:,.0f}"
 
 
 def _format_or_none(value: float | None, spec: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
-from horizon_lm.common.quantities import format_bytes
+from horizon_lm.common.quantities import Item, format_bytes
 from horizon_lm.planning.arithmetic.plan_file import PlanFile
 from horizon_lm.planning.arithmetic.request import Budget
 from horizon_lm.runs.palette import (
@@ -109,23 +109,21 @@ def waterfall_figure(budget: Budget) -> Figure:
     """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered, because names may repeat."""
     largest = max(budget.bytes, sum(item.bytes for item in budget.items), 1)
     unit, name = byte_scale([largest])
-    sizes = [item.bytes for item in budget.items] + [budget.bytes]
+    items = [*budget.table, Item("total", budget.bytes, format_bytes)]
+    sizes = [item.value for item in items]
     # Each item begins where the last one ends, and the total at 0.
     starts = [*accumulate(sizes[:-2], initial=0), 0] if budget.items else [0]
-    texts = [f"{item.name}: {format_bytes(item.bytes)}. {item.note}" for item in budget.items]
     rows = list(range(len(sizes)))
     bars = Bar(
         orientation="h", y=rows, base=[start / unit for start in starts], x=[size / unit for size in sizes], width=0.7,
-        hovertext=[as_text(text, 60) for text in [*texts, f"total: {format_bytes(budget.bytes)}"]],
+        hovertext=[as_text(f"{item.name}: {item.text}. {item.note}", 60) for item in items],
         hovertemplate="%{hovertext}<extra></extra>", marker={"color": [FIRST] * len(budget.items) + [SECOND]},
     )  # fmt: skip
     figure = Figure(bars)
-    names = [as_text(item.name, 34) for item in budget.items] + ["total"]
+    names = [as_text(item.name, 34) for item in items]
     figure.update_yaxes(tickvals=rows, ticktext=names, range=[len(sizes) - 0.5, -0.5], showgrid=False)
-    for row, size in enumerate(sizes):  # sizes are a column at the right, away from bars and lines
-        figure.add_annotation(
-            text=format_bytes(size), xref="paper", x=1, xanchor="left", xshift=10, y=row, showarrow=False
-        )
+    for row, item in enumerate(items):  # sizes are a column at the right, away from bars and lines
+        figure.add_annotation(text=item.text, xref="paper", x=1, xanchor="left", xshift=10, y=row, showarrow=False)
     end, top = largest, 32  # bytes at the end of the horizontal axis, and pixels of the margin above it
     if budget.available is not None and budget.available <= 2 * largest:
         end, top = max(largest, budget.available), 48  # leave room for the label of the line
@@ -285,8 +283,9 @@ def _limits(used: Sequence[float], budget: Budget | None) -> list[int]:
     """
     if budget is None:
         return []
-    near = budget.available is not None and budget.available <= 2 * max([*used, budget.bytes])
-    return [budget.bytes, budget.available] if near and budget.available is not None else [budget.bytes]
+    if budget.available is not None and budget.available <= 2 * max([*used, budget.bytes]):
+        return [budget.bytes, budget.available]
+    return [budget.bytes]
 
 
 def _add_limits(figure: Figure, row: int, used: Sequence[float], budget: Budget | None, unit: float) -> None:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
-from horizon_lm.common.quantities import counted, format_bytes
+from horizon_lm.common.quantities import counted, format_bytes, format_count
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.arithmetic.render import setting_text
 from horizon_lm.runs import run_files
@@ -23,7 +23,7 @@ from horizon_lm.runs.palette import DARK
 from horizon_lm.runs.run_files import Run, load_run
 from horizon_lm.tools.report.figures import run_figures, step_memory_figure, timeline_figure, waterfall_figure
 from horizon_lm.tools.report.steps import operation_tables, step_views, stream_tables, verdict
-from horizon_lm.tools.report.summary import count, summarise
+from horizon_lm.tools.report.summary import summarise
 
 _ORIGINS = {
     run_files.METRICS: "horizon-lm train writes a line every logging_steps steps.",
@@ -60,9 +60,8 @@ def build_page(run: Run) -> str:
     places = _places(run)
     figures |= {f"bytes-{name}": waterfall_figure(budget) for name, _, budget in places}
     plotly, script = get_plotlyjs(), _asset("page.js")
-    title, about = _title_and_about(run)
     return _environment().get_template("page.html.jinja").render(
-        run=run, missing=[*_missing(run)], title=title, about=about, statistics=summarise(run), figures=figures,
+        run=run, missing=[*_missing(run)], title=_title(run), about=" · ".join(_facts(run)), statistics=summarise(run), figures=figures,
         places=places, verdict=None if planned is None else verdict(planned), settings=_settings(run), answers=_answers(run),
         tables=(stream_tables(traced, planned), operation_tables(traced)), policy=_policy([plotly, script]),
         style=Markup(_asset("page.css")), script=Markup(script), dark=DARK, plotly=_compressed_plotly(),
@@ -99,40 +98,45 @@ def _missing(run: Run) -> Iterator[tuple[str, str]]:
             yield file, "has no step: the run ended before the first traced step."
 
 
-def _title_and_about(run: Run) -> tuple[str, str]:
-    """Return the title of the page, which is the name of the run, and a line about model, step, machine and date."""
-    settings = run.settings or {}
-    model_name, precision = settings.get("model_name_or_path"), settings.get("precision")
-    facts = []
-    if run.plan is not None:
-        model = run.plan.model
-        model_name, precision = model.name, run.plan.run.precision
-        parameters, active = count(model.parameters), count(model.active_parameters)
-        facts.append(f"{parameters} parameters" + (f", {active} active" if active != parameters else ""))
-        facts.append(counted(model.num_blocks, "block"))
+def _title(run: Run) -> str:
+    """Return the title of the page, which is the name of the run."""
+    return str((run.settings or {}).get("run_name") or run.folder.resolve().name)
+
+
+def _facts(run: Run) -> Iterator[str]:
+    """Yield what is known of model, step, machine and date."""
+    plan, settings = run.plan, run.settings or {}
+    name, precision = settings.get("model_name_or_path"), settings.get("precision")
+    if plan is not None:
+        name, precision = plan.model.name, plan.run.precision
+    if name is not None:
+        yield Path(name).name if str(name).startswith(("/", ".", "~")) else str(name)
+    if plan is not None:
+        parameters, active = format_count(plan.model.parameters), format_count(plan.model.active_parameters)
+        yield f"{parameters} parameters" + (f", {active} active" if active != parameters else "")
+        yield counted(plan.model.num_blocks, "block")
         most = "" if settings.get("packing") else "up to "  # rows of a batch are padded to the longest of them
-        facts.append(f"{run.plan.run.rows} × {most}{run.plan.run.length:,} tokens a step")
+        yield f"{plan.run.rows} × {most}{plan.run.length:,} tokens a step"
     if precision is not None:
-        facts.append(str(precision))
-    if run.plan is not None and run.plan.hardware is not None and "name" in run.plan.hardware:
-        facts.append(str(run.plan.hardware["name"]))
+        yield str(precision)
+    if plan is not None and plan.hardware is not None and "name" in plan.hardware:
+        yield str(plan.hardware["name"])
     if run.metrics is not None:
-        facts.append(f"{run.metrics.written:%Y-%m-%d %H:%M %Z}")
-    if model_name is not None:
-        name = str(model_name)
-        facts.insert(0, Path(name).name if name.startswith(("/", ".", "~")) else name)
-    return str(settings.get("run_name") or run.folder.resolve().name), " · ".join(facts)
+        yield f"{run.metrics.written:%Y-%m-%d %H:%M %Z}"
 
 
 def _places(run: Run) -> list[tuple[str, str, Any]]:
     """Return the places that a plan has bytes for: the name of the figure, the heading, and the budget (`Budget`) of each."""
-    if run.plan is None:
+    plan = run.plan
+    if plan is None:
         return []
-    places = [("host", "Host", run.plan.host), ("device", "Device", run.plan.device)]
-    if run.plan.buffers is not None:
-        places.append(("buffers", "Device buffers, part of the device", run.plan.buffers))
-    places.append(("disk", "Disk", run.plan.disk))
-    return [each for each in places if each[-1].items]  # on a CPU, the device's memory is the host's
+    places = [
+        ("host", "Host", plan.host),
+        ("device", "Device", plan.device),  # on a CPU, the device's memory is the host's
+        ("buffers", "Device buffers, part of the device", plan.buffers),
+        ("disk", "Disk", plan.disk),
+    ]
+    return [each for each in places if each[-1] is not None and each[-1].items]
 
 
 def _answers(run: Run) -> dict[str, list[tuple[str, str]]]:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from horizon_lm.common.quantities import Item, format_duration, listed
+from horizon_lm.planning.arithmetic.items import overlaps, speeds, stalls, utilization
 from horizon_lm.planning.arithmetic.plan_file import PlannedStep
 from horizon_lm.runs.palette import FIRST, KINDS, SECOND
 from horizon_lm.runs.run_files import Run
-from horizon_lm.schedule.ops import CAUSE_TITLES, SOMETIMES, STREAM_TITLES, Kind, Stream
+from horizon_lm.schedule.ops import CAUSE_TITLES, SOMETIMES, Kind, Stream
 from horizon_lm.schedule.trace import Span, Trace, busy_seconds, exposed_seconds
-from horizon_lm.tools.report.summary import count, duration, median_step
+from horizon_lm.tools.report.summary import median_step
 
 Table = tuple[list[str], list[list[str]]]  # headings and rows
 
@@ -47,16 +49,12 @@ def step_views(run: Run) -> list[StepView]:
     predicted, measured = _view("Predicted", FIRST, run.predicted), _view("Measured", SECOND, run.measured)
     planned = None if run.plan is None else run.plan.memory
     if planned is not None and planned.seconds and (predicted is None or not any(predicted.memory.values())):
+        seconds, parts = (planned.seconds[-1], ()) if predicted is None else (predicted.seconds, predicted.parts)
         memory = {
-            "device": list(zip(planned.seconds, planned.device, strict=True)),
-            "host": list(zip(planned.seconds, planned.host, strict=True)),
+            place: list(zip(planned.seconds, in_use, strict=True))
+            for place, in_use in (("device", planned.device), ("host", planned.host))
         }
-        if predicted is None:
-            seconds = planned.seconds[-1]
-            predicted = StepView("Predicted", f"Predicted: {duration(seconds)}", FIRST, seconds, (), memory)
-        else:
-            title = f"Predicted: {duration(predicted.seconds)}"
-            predicted = replace(predicted, title=title, memory=memory)
+        predicted = StepView("Predicted", f"Predicted: {format_duration(seconds)}", FIRST, seconds, parts, memory)
     return [view for view in (predicted, measured) if view is not None]
 
 
@@ -73,7 +71,7 @@ def _view(name: str, colour: str, trace: Trace | None) -> StepView | None:
         if span.start < end and span.end > start
     ]
     memory = {place: _memory_within(trace, f"{place} bytes", start, end) for place in ("device", "host")}
-    return StepView(name, f"{name}: {duration(end - start)}{which}", colour, end - start, parts, memory)
+    return StepView(name, f"{name}: {format_duration(end - start)}{which}", colour, end - start, parts, memory)
 
 
 def _cut(span: Span, start: float, end: float) -> Span:
@@ -105,42 +103,34 @@ def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:
 
 def verdict(planned: PlannedStep) -> str:
     """Return the plan's prediction for a step as text."""
+    step, rate, operations = (item.text for item in speeds(planned))
     text = (
-        f"The plan expects {duration(planned.seconds)} per step, {planned.tokens_per_second:,.0f} tokens per second and "
-        f"{planned.model_tflops:.3g} model TFLOP/s, limited by {CAUSE_TITLES.get(planned.limited_by, planned.limited_by)}."
+        f"The plan expects {step}, {rate} and {operations}, limited by "
+        f"{CAUSE_TITLES.get(planned.limited_by, planned.limited_by)}."
     )
-    hidden = [
-        f"{CAUSE_TITLES.get(cause, cause)} {f'from {count(tokens)} tokens per step' if tokens > 1 else 'with any number of tokens'}"
-        for cause, tokens in planned.hidden_from_tokens.items()
-        if tokens is not None
-    ]
-    if hidden:
-        text += f" Fully overlapped with compute: {', '.join(hidden)}."
+    if overlapped := listed(overlaps(planned)):
+        text += f" Fully overlapped with compute: {overlapped}."
     if planned.run_seconds is not None:
-        text += f" The whole run takes {duration(planned.run_seconds)}."
+        text += f" The whole run takes {format_duration(planned.run_seconds)}."
     return text
 
 
 def stream_tables(views: Sequence[StepView], planned: PlannedStep | None) -> list[Table]:
-    """Return the tables of busy streams and of stalls of compute, by cause."""
-    shares: dict[str, Mapping[str, float]] = {} if planned is None else {"predicted": planned.busy}
-    exposed: dict[str, Mapping[str, float]] = {} if planned is None else {"predicted": planned.exposed_seconds}
+    """Return the tables of busy streams and of stalls of compute, by cause, with a column for each step."""
+    busy, exposed = {}, {}
+    if planned is not None:
+        busy["predicted"], exposed["predicted"] = utilization(planned.busy), stalls(planned.exposed_seconds)
     for view in views:
-        spans = [part.span for part in view.parts]
-        shares[view.name.lower()] = busy_shares(spans, view.seconds)
-        exposed[view.name.lower()] = exposed_seconds(spans)
-    if not shares:
-        return []
-    busy = [
-        [words, *(f"{share.get(stream, 0):.1%}" for share in shares.values())]
-        for stream, words in STREAM_TITLES.items()
-        if any(stream in share for share in shares.values())
-    ]
-    stalls = [
-        [CAUSE_TITLES.get(cause, cause), *(duration(each.get(cause, 0.0)) for each in exposed.values())]
-        for cause in next(iter(exposed.values()))
-    ]
-    return [(["busy share of stream", *shares], busy), (["compute stalls, by cause", *exposed], stalls)]
+        spans, step = [part.span for part in view.parts], view.name.lower()
+        busy[step], exposed[step] = utilization(busy_shares(spans, view.seconds)), stalls(exposed_seconds(spans))
+    return [_table("busy share of stream", busy), _table("compute stalls, by cause", exposed)] if busy else []
+
+
+def _table(heading: str, columns: Mapping[str, Sequence[Item]]) -> Table:
+    """Return a table with a column of items for each step, and the items of one name in one row."""
+    texts = [{item.name: item.text for item in items} for items in columns.values()]
+    names = dict.fromkeys(name for column in texts for name in column)
+    return [heading, *columns], [[name, *(column.get(name, "none") for column in texts)] for name in names]
 
 
 def operation_tables(views: Sequence[StepView]) -> list[Table]:
@@ -153,4 +143,4 @@ def operation_tables(views: Sequence[StepView]) -> list[Table]:
 def _total(view: StepView, kind: Kind) -> str:
     """Return the time within the step of all operations of a kind, and their number, as text."""
     spans = [part.span for part in view.parts if part.span.op.kind == kind]
-    return f"{duration(sum(span.end - span.start for span in spans))} ({len(spans)})" if spans else "none"
+    return f"{format_duration(sum(span.end - span.start for span in spans))} ({len(spans)})" if spans else "none"

@@ -1,52 +1,19 @@
-"""The most important statistics of a run, compared with the plan."""
+"""The most important numbers of a run, compared with its plan."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from horizon_lm.common.quantities import counted, format_bytes, format_seconds
-from horizon_lm.runs.run_files import Run
+from horizon_lm.common.quantities import Item, counted, format_bytes, format_duration, format_rate, listed
+from horizon_lm.runs.run_files import Run, TrainingLine
 from horizon_lm.schedule.trace import Trace
 
 _FEW_CORES = 0.5  # that other programs may use without being mentioned
 
 
-@dataclass(frozen=True, slots=True)
-class Statistic:
-    """A statistic of the summary: its name, its value, and a comparison."""
-
-    name: str
-    value: str
-    comparison: str = ""
-
-
-def summarise(run: Run) -> list[Statistic]:
-    """Return the statistics for the top of the page, without unknown ones."""
-    return [*_losses(run), *_speeds(run), *_other_programs(run), *_energy(run), *_memory(run)]
-
-
-def duration(seconds: float) -> str:
-    """Format seconds with three digits, from microseconds to hours."""
-    if seconds >= 100:
-        return format_seconds(seconds)
-    seconds = _three_digits(seconds)
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
-
-
-def count(number: float) -> str:
-    """Format a number of parameters or tokens, such as 7.62B."""
-    number = _three_digits(number)
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.0f}"
-
-
-def _three_digits(number: float) -> float:
-    """Round to three digits. This is done before choosing the unit, since 999.9 ms is 1 s."""
-    return float(f"{number:.3g}")
+def summarise(run: Run) -> list[Item]:
+    """Return the numbers for the top of the page, without unknown ones."""
+    lines = [] if run.metrics is None else run.metrics.training
+    return [*_losses(run), *_speeds(run, lines), *_other_programs(lines), *_energy(lines), *_memory(run, lines)]
 
 
 def median_step(trace: Trace) -> tuple[int, float, float] | None:
@@ -55,101 +22,92 @@ def median_step(trace: Trace) -> tuple[int, float, float] | None:
     return by_length[(len(by_length) - 1) // 2] if by_length else None
 
 
-def _losses(run: Run) -> list[Statistic]:
-    """Return the last losses, of training and evaluation."""
-    statistics = []
-    metrics = run.metrics
-    if metrics is not None and metrics.losses:
-        step, loss = metrics.losses[-1]
-        num_steps = run.plan.run.num_steps if run.plan is not None else None
-        unfinished = num_steps is not None and step < num_steps
-        name = "Last training loss" if unfinished else "Final training loss"
-        comparison = f"step {step:,}{f' of {num_steps:,}' if unfinished else ''}; first {metrics.losses[0][1]:.4f}"
-        statistics.append(Statistic(name, f"{loss:.4f}", comparison))
-    if metrics is not None and metrics.evaluations:
-        first, last = metrics.evaluations[0], metrics.evaluations[-1]
+def _losses(run: Run) -> Iterator[Item]:
+    """Yield the last losses, of training and evaluation."""
+    if run.metrics is None:
+        return
+    if run.metrics.losses:
+        step, loss = run.metrics.losses[-1]
+        num_steps = None if run.plan is None else run.plan.run.num_steps
+        name, of_all = "Final training loss", ""
+        if num_steps is not None and step < num_steps:
+            name, of_all = "Last training loss", f" of {num_steps:,}"
+        yield Item(name, loss, "{:.4f}".format, f"step {step:,}{of_all}; first {run.metrics.losses[0][1]:.4f}")
+    if run.metrics.evaluations:
+        first, last = run.metrics.evaluations[0], run.metrics.evaluations[-1]
         if last is first:
-            statistics.append(Statistic("Eval loss", f"{first.eval_loss:.4f}", f"step {first.step:,}"))
+            yield Item("Eval loss", last.eval_loss, "{:.4f}".format, f"step {last.step:,}")
         else:
-            value = f"{first.eval_loss:.4g} → {last.eval_loss:.4g}"
-            statistics.append(Statistic("Eval loss", value, f"before → after {counted(last.step, 'step')}"))
-    return statistics
+            change = f"{first.eval_loss:.4g} → {{:.4g}}".format
+            yield Item("Eval loss", last.eval_loss, change, f"before → after {counted(last.step, 'step')}")
 
 
-def _speeds(run: Run) -> list[Statistic]:
-    """Return the speed and the time of a step, compared with the planned ones."""
+def _speeds(run: Run, lines: Sequence[TrainingLine]) -> Iterator[Item]:
+    """Yield the speed and the time of a step, compared with the planned ones."""
     planned = None if run.plan is None else run.plan.step
-    lines = [] if run.metrics is None else run.metrics.training
-    # Without the first line, like the time of a step: its step has warmed up.
-    speed = median(line.tokens_per_second for line in lines[1:] or lines) if lines else None
+    planned_rate, planned_seconds = (None, None) if planned is None else (planned.tokens_per_second, planned.seconds)
+    if lines:
+        # Without the first line, like the time of a step: its step has warmed up.
+        speed = median(line.tokens_per_second for line in lines[1:] or lines)
+        yield from _compared("Tokens per second", speed, format_rate, "median", "predicted", planned_rate)
     seconds, source = None if run.metrics is None else run.metrics.step_seconds, "median"
     if seconds is None and run.measured is not None and (step := median_step(run.measured)) is not None:
         _, start, end = step
         seconds, source = end - start, "median of traced steps"
-    statistics = []
-    if speed is not None:
-        expected = None if planned is None else planned.tokens_per_second
-        statistics.append(_compared("Tokens per second", speed, "{:,.0f}".format, "median", "predicted", expected))
-    if seconds is not None:
-        expected = None if planned is None else planned.seconds
-        statistics.append(_compared("Step", seconds, duration, source, "predicted", expected))
-    elif planned is not None:
-        statistics.append(Statistic("Step", duration(planned.seconds), "predicted"))
-    return statistics
+    yield from _compared("Step", seconds, format_duration, source, "predicted", planned_seconds)
 
 
-def _other_programs(run: Run) -> list[Statistic]:
-    """Return the cores that other programs used during the run, if they were so many that it matters."""
-    lines = [] if run.metrics is None else run.metrics.training
+def _other_programs(lines: Sequence[TrainingLine]) -> Iterator[Item]:
+    """Yield the cores that other programs used during the run, if they were so many that it matters."""
     measured = [line.cores_of_others for line in lines if line.cores_of_others is not None]
-    if not measured or measured[-1] < _FEW_CORES:
-        return []
-    return [
-        Statistic("Used by other programs", f"{measured[-1]:.1f} cores", "on average, which may have slowed the run")
-    ]
+    if measured and measured[-1] >= _FEW_CORES:
+        note = "on average, which may have slowed the run"
+        yield Item("Used by other programs", measured[-1], "{:.1f} cores".format, note)
 
 
-def _energy(run: Run) -> list[Statistic]:
-    """Return the energy for a token, as far as counters have measured it."""
-    lines = [] if run.metrics is None else run.metrics.training
+def _energy(lines: Sequence[TrainingLine]) -> Iterator[Item]:
+    """Yield the energy for a token, as far as counters have measured it."""
     known = {
         "processors": [line.host_joules_per_token for line in lines if line.host_joules_per_token is not None],
         "GPU": [line.device_joules_per_token for line in lines if line.device_joules_per_token is not None],
     }
-    parts = {name: median(values) for name, values in known.items() if values}
-    if not parts:
-        return []
-    of_parts = ", ".join(f"{name} {value:.3g} J" for name, value in parts.items())
-    return [Statistic("Energy per token", f"{sum(parts.values()):.3g} J", f"median; {of_parts}")]
+    joules = "{:.3g} J".format
+    parts = [Item(name, median(values), joules) for name, values in known.items() if values]
+    if parts:
+        yield Item("Energy per token", sum(part.value for part in parts), joules, f"median; {listed(parts)}")
 
 
-def _memory(run: Run) -> list[Statistic]:
-    """Return the peaks of memory, compared with the planned ones."""
-    statistics = []
-    lines = [] if run.metrics is None else run.metrics.training
+def _memory(run: Run, lines: Sequence[TrainingLine]) -> Iterator[Item]:
+    """Yield the peaks of memory, compared with the planned ones."""
     host, device = (None, None) if run.plan is None else (run.plan.host, run.plan.device_peak)
     for name, peaks, place in (
         ("Host peak", [line.host_bytes for line in lines], host),
         ("Device buffers", [line.device_bytes_peak for line in lines], device),
     ):
-        if peaks:
-            expected = None if place is None else place.bytes
-            statistics.append(_compared(name, max(peaks), format_bytes, "", "planned", expected))
-        elif place:
-            statistics.append(Statistic(name, format_bytes(place.bytes), "planned"))
-    return statistics
+        expected = None if place is None else place.bytes
+        yield from _compared(name, max(peaks, default=None), format_bytes, "", "planned", expected)
 
 
 def _compared(
-    name: str, value: float, format_value: Callable[[float], str], source: str, word: str, expected: float | None
-) -> Statistic:
-    """Return a measured statistic with its ``source``, such as "median", and the ``expected`` value after a ``word`` such as "planned".
+    name: str, value: float | None, unit: Callable[[float], str], source: str, word: str, expected: float | None
+) -> Iterator[Item]:
+    """Yield a measured number with the expected one in its note, or the expected one alone if nothing was measured.
 
-    An empty source, or None as the expected value, is left out. ``format_value`` returns a value as text.
+    Args:
+        name: label of the number.
+        value: the measured number; None if unknown.
+        unit: its unit, as in `Item`.
+        source: origin of the measured number, such as "median"; may be empty.
+        word: origin of the expected number, such as "planned".
+        expected: the expected number; None if unknown.
     """
-    parts = [source] if source else []
+    if value is None:
+        if expected is not None:
+            yield Item(name, expected, unit, word)
+        return
+    notes = [source] if source else []
     if expected is not None:
         difference = f"{value / expected - 1:+.1%}" if expected else ""
         is_shown = difference.strip("+-0.%")  # not if it rounds to 0
-        parts.append(f"{word} {format_value(expected)}" + (f" ({difference})" if is_shown else ""))
-    return Statistic(name, format_value(value), "; ".join(parts))
+        notes.append(f"{word} {unit(expected)}" + (f" ({difference})" if is_shown else ""))
+    yield Item(name, value, unit, "; ".join(notes))
