@@ -1,6 +1,5 @@
 """Find the changes of settings with which a run would fit, and state the cost of each change."""
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +15,10 @@ from horizon_lm.planning.arithmetic.request import Request
 
 OutlineFor = Callable[..., ModelOutline]
 """Outline the same model again, with another ``length`` or ``mlp_chunk_tokens``."""
+_OUTLINED = {
+    "max_length": "length",
+    "mlp_chunk_tokens": "mlp_chunk_tokens",
+}  # settings, and the arguments of `OutlineFor` for them
 
 _SHORTEST_ROWS, _LONG_ROWS = 512, 4096  # tokens
 _MOST_CHUNKS = 256  # of a row: each is traced for the plan
@@ -30,17 +33,11 @@ class Change:
         settings: changed settings by their names in a run file; those that a `Request` has are changed in it, too.
         cost: drawback of the change, for the message.
         of_request: fields of a `Request` that follow from them.
-        of_outline: the same change as arguments of `OutlineFor`.
     """
 
     settings: Mapping[str, Any]
     cost: str
     of_request: Mapping[str, Any] = field(default_factory=dict)
-    of_outline: Mapping[str, Any] = field(default_factory=dict)
-
-    def request_fields(self) -> dict[str, Any]:
-        """Return the changed fields of a `Request`, by name."""
-        return {name: self.settings[name] for name in Request.names() if name in self.settings} | dict(self.of_request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,34 +105,29 @@ def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineF
 
 
 def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
-    """Return one remedy for a run of long rows: the longest rows of 2^n tokens, below half of the present length, with which it fits.
+    """Return at most one remedy for a run of long rows: the longest rows of 2^n tokens, below half of the present length, with which it fits.
 
-    If the run does not fit even with the shortest rows, the remedy also has the changes of settings with which they fit. Empty for a run
-    of short rows, and if there are no such changes.
+    A half is tried by `_shorter_rows`. The remedy also has the changes of other settings without which not even the shortest rows fit.
     """
     length = plan.step.outline.length
     if length <= _LONG_ROWS:
         return []
-    # Below half of the length: `_shorter_rows` has the half itself.
-    shortest_power = _SHORTEST_ROWS.bit_length() - 1
-    lengths = [2**power for power in range(shortest_power, (length // 2 - 1).bit_length())]
-    # The further changes that even the shortest rows need, if any. They are made for all lengths.
-    others = Remedy({}, "", _shortened(plan, plan.request, lengths[0], outline_for))
-    if others.plan.memory_deficit:
-        found = find_remedies(others.plan, partial(outline_for, length=lengths[0]))
-        if not found or "max_length" in found[0].settings:
+    settings: Mapping[str, Any] = {}
+    cost = "longer examples are truncated"
+    longest = _shortened(plan, plan.request, _SHORTEST_ROWS, outline_for)
+    if longest.memory_deficit:
+        found = find_remedies(longest, partial(outline_for, length=_SHORTEST_ROWS))
+        if not found or "max_length" in found[0].settings:  # the shortest rows would have to be still shorter
             return []
-        others = found[0]
-    outline_for = partial(outline_for, mlp_chunk_tokens=others.settings.get("mlp_chunk_tokens"))
-
-    def does_not_fit(tokens: int) -> bool:
-        return bool(_shortened(plan, others.plan.request, tokens, outline_for).memory_deficit)
-
-    # Longer rows take more memory, and the run fits with the shortest: search for the first length with which it does not fit.
-    longest = lengths[bisect_left(lengths, True, lo=1, key=does_not_fit) - 1]
-    cost = "; ".join(filter(None, ["longer examples are truncated", others.cost]))
-    shortened = _shortened(plan, others.plan.request, longest, outline_for)
-    return [Remedy({"max_length": longest, **others.settings}, cost, shortened)]
+        settings, cost, longest = found[0].settings, f"{cost}; {found[0].cost}", found[0].plan
+    # Longer rows take more memory, so they are doubled for as long as the run fits.
+    tokens = _SHORTEST_ROWS
+    while 2 * tokens < length // 2:
+        longer = _shortened(plan, longest.request, 2 * tokens, outline_for)
+        if longer.memory_deficit:
+            break
+        tokens, longest = 2 * tokens, longer
+    return [Remedy({"max_length": tokens, **settings}, cost, longest)]
 
 
 def _shortened(plan: Plan, request: Request, tokens: int, outline_for: OutlineFor) -> Plan:
@@ -157,10 +149,10 @@ def _shortened(plan: Plan, request: Request, tokens: int, outline_for: OutlineFo
 def smallest(plan: Plan) -> Remedy:
     """Return the changes with which the same run takes the fewest bytes per parameter, and its plan; even this plan may not fit."""
     settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit"}
-    request = replace(plan.request, precision="bf16", grad_bytes=2, moments="8bit")
+    request = replace(plan.request, **settings, grad_bytes=2)
     for optimizer in _lighter_optimizers(request):  # the last one keeps the fewest bytes
         settings |= optimizer.settings
-        request = replace(request, **optimizer.request_fields())
+        request = replace(request, **optimizer.of_request)
     if request.optimizer.updates_in_backward and not request.skips_steps:
         settings |= {"update_in_backward": True, "max_grad_norm": 0}
         request = replace(request, update_in_backward=True)
@@ -169,17 +161,17 @@ def smallest(plan: Plan) -> Remedy:
 
 def _remedy_of(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> Remedy | None:
     """Return these changes as a remedy; None if the run does not fit with them, or its model does not support one of them."""
-    of_request: dict[str, Any] = {}
-    of_outline: dict[str, Any] = {}
     settings: dict[str, Any] = {}
+    of_request: dict[str, Any] = {}
     for each in changes:
-        of_request |= each.request_fields()
-        of_outline |= each.of_outline
         settings |= each.settings
-    request = replace(plan.request, **of_request)
+        of_request |= each.of_request
+    same = {name: settings[name] for name in Request.names() if name in settings}
+    request = replace(plan.request, **(same | of_request))
     if request.update_in_backward and not request.optimizer.updates_in_backward:
         return None
     try:
+        of_outline = {argument: settings[name] for name, argument in _OUTLINED.items() if name in settings}
         changed = make_plan(outline_for(**of_outline), request, plan.machine, priced=False)
     except ConfigError:
         return None
@@ -225,13 +217,13 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
     for size in sorted({max(1, micro_batch // 4), 1}, reverse=True):  # a quarter, and one row
         if size < micro_batch:
             yield Change({"device_micro_batch_size": size}, "more and smaller micro-batches: slightly slower")
-    for index, batch in enumerate(request.forwards):
+    for batch in request.forwards:
         if batch.setting and batch.rows > request.sequences:  # it has more than one example
             size = max(1, batch.rows // request.sequences // 8)
-            others = list(request.forwards)
-            others[index] = replace(batch, rows=size * request.sequences)
+            smaller = replace(batch, rows=size * request.sequences)
+            forwards = tuple(smaller if each is batch else each for each in request.forwards)
             cost = "smaller batches in passes without gradients"
-            yield Change({batch.setting: size}, cost, {"forwards": tuple(others)})
+            yield Change({batch.setting: size}, cost, {"forwards": forwards})
     keeps_checkpoints = request.activation_checkpoints == "device" and not plan.machine.on_host
     if request.resident_blocks or request.resident_graphs or keeps_checkpoints:
         settings = {"activation_checkpoints": "host", "resident_blocks": 0, "resident_graphs": 0}
@@ -284,7 +276,7 @@ def _shorter_rows(plan: Plan) -> Iterator[Change]:
     chunk_tokens = large if large < length else 1024
     if chunk_tokens < length:
         cost = "feed-forward layers run in chunks of tokens, and again in the backward pass"
-        yield Change({"mlp_chunk_tokens": chunk_tokens}, cost, of_outline={"mlp_chunk_tokens": chunk_tokens})
+        yield Change({"mlp_chunk_tokens": chunk_tokens}, cost)
     if length >= 512:
         half = length // 2
-        yield Change({"max_length": half}, "longer examples are truncated", of_outline={"length": half})
+        yield Change({"max_length": half}, "longer examples are truncated")
