@@ -83,7 +83,7 @@ def source_of(name: str, **changes: Any) -> Source:
 
 
 def plan_of(case: Case, mode: str, tokens: int, priced: bool = True) -> Plan:
-    settings = parse_overrides([text for key, value in MODES[mode].items() for text in (f"--{key}", value)])
+    settings = parse_overrides(MODES[mode].split())
     run = plan_config(
         model_name_or_path=case.model, device="cuda", per_device_train_batch_size=tokens // LENGTH, max_length=LENGTH,
         **settings,

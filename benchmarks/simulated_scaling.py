@@ -30,7 +30,7 @@ LENGTH = 4096
 K = 1024
 EXACT, SMALLEST = "fp32_master", "bf16, 8-bit moments, in backward"
 QUANTIZED, ADAPTERS = "adapters, 4-bit base", "adapters, bf16 base"
-ALL_MODES = MODES | {ADAPTERS: {name: value for name, value in MODES[QUANTIZED].items() if name != "load_in_4bit"}}
+ALL_MODES = MODES | {ADAPTERS: MODES[QUANTIZED].removesuffix(" --load_in_4bit true")}
 MODELS = (
     "Qwen3-8B", "gpt-oss-20b", "Qwen3-32B", "Llama-3.1-70B", "Qwen3-235B-A22B", "Llama-3.1-405B", "DeepSeek-V3",
 )  # fmt: skip
@@ -100,7 +100,7 @@ def plan_of(model: str, cluster: Cluster, mode: str, tokens: int, ranges: int, h
         ranges: number of ranks that share a copy of the model.
         host_memory: bytes of each machine; None for those of its profile.
     """
-    settings = parse_overrides([text for key, value in ALL_MODES[mode].items() for text in (f"--{key}", value)])
+    settings = parse_overrides(ALL_MODES[mode].split())
     run = plan_config(
         model_name_or_path=model,
         device="cuda",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from horizon_lm.cli.common import run_arguments
-from horizon_lm.cli.plan_arguments import Size, other_hardware, read_amounts
+from horizon_lm.cli.plan_arguments import Size, machine_of, read_amounts
 from horizon_lm.cli.planned_run import own_shard, place_run
 from horizon_lm.common.optimizers import OPTIMIZERS
 from horizon_lm.common.quantities import counted, format_bytes
@@ -18,16 +18,13 @@ from horizon_lm.runs.admission.run_plan import plan_run
 from horizon_lm.runs.config import RunConfig
 from horizon_lm.runs.config.load import parse_overrides, read_run_config
 
-MODES: dict[str, dict[str, str]] = {
-    "fp32_master": {"precision": "fp32_master", "moments": "float32", "update_in_backward": "false"},
-    "bf16": {"precision": "bf16", "moments": "float32", "update_in_backward": "false"},
-    "bf16, 8-bit moments, in backward": {
-        "precision": "bf16", "moments": "8bit", "update_in_backward": "true", "max_grad_norm": "0",
-    },
-    "adapters, 4-bit base": {
-        "use_peft": "true", "lora_target_modules": r".*attn\.\w*proj\w*", "load_in_4bit": "true",
-    },
-}  # fmt: skip
+# The settings of each mode, as on the command line.
+MODES = {
+    "fp32_master": "--precision fp32_master --moments float32 --update_in_backward false",
+    "bf16": "--precision bf16 --moments float32 --update_in_backward false",
+    "bf16, 8-bit moments, in backward": "--precision bf16 --moments 8bit --update_in_backward true --max_grad_norm 0",
+    "adapters, 4-bit base": r"--use_peft true --lora_target_modules .*attn\.\w*proj\w* --load_in_4bit true",
+}
 
 
 def plan_largest(
@@ -47,20 +44,15 @@ def plan_largest(
         progress: called with a line about each search.
     """
     path, overrides = run_arguments(arguments)
-    given = parse_overrides(overrides).keys() & {
-        "model_name_or_path",
-        *(key for mode in MODES.values() for key in mode),
-    }
-    if given:
-        raise ConfigError(f"--largest tries all models and modes; remove --{sorted(given)[0]}")
-    hardware = other_hardware(device)
-    if device is not None and hardware is None:
-        overrides = [*overrides, "--device", device]
+    of_modes = {mode: [*settings.split(), "--model_name_or_path", "-"] for mode, settings in MODES.items()}
+    chosen = {name for settings in of_modes.values() for name in parse_overrides(settings)}
+    if given := sorted(chosen & parse_overrides(overrides).keys()):
+        raise ConfigError(f"--largest tries all models and modes; remove --{given[0]}")
+    hardware, overrides = machine_of(device, overrides)
     amounts: Sequence[tuple[str | None, int | None]] = read_amounts(host_memory) or [(None, None)]
-    runs = {}
-    for mode, settings in MODES.items():
-        of_mode = [text for key, value in settings.items() for text in (f"--{key}", value)]
-        runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *of_mode], without_rows=True)
+    runs = {
+        mode: read_run_config(path, [*overrides, *settings], without_rows=True) for mode, settings in of_modes.items()
+    }
     search = _Search()
     rows: list[dict[str, Any]] = []
     for amount, num_bytes in amounts:

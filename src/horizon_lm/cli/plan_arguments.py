@@ -35,10 +35,16 @@ def read_arguments(
     path, overrides = run_arguments(arguments, model=model, host_memory=host_memory)
     if path is None and "model_name_or_path" not in parse_overrides(overrides):
         raise ConfigError("name a run file, or a model: horizon-lm plan --model Qwen/Qwen2.5-7B --device h200")
-    hardware = other_hardware(device)
-    if device is not None and hardware is None:
-        overrides += ["--device", device]
+    hardware, overrides = machine_of(device, overrides)
     return read_run_config(path, overrides, without_rows=True, checks=mistakes_in_plan), hardware
+
+
+def machine_of(device: str | None, overrides: list[str]) -> tuple[Hardware | None, list[str]]:
+    """Return the hardware profile that ``--device`` names, and the overrides of the run; a device of this machine is among these instead."""
+    hardware = other_hardware(device)
+    if device is None or hardware is not None:
+        return hardware, overrides
+    return None, [*overrides, "--device", device]
 
 
 def read_amounts(host_memory: str | None) -> list[tuple[str, int]]:

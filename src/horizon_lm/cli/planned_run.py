@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from horizon_lm.cli.plan_arguments import Size
@@ -12,8 +13,10 @@ from horizon_lm.model.files.checkpoint_reader import Checkpoint
 from horizon_lm.model.folder import code_remedy
 from horizon_lm.model.known_models import find_known
 from horizon_lm.planning.arithmetic.catalog import Hardware
+from horizon_lm.planning.arithmetic.energy import Prices, energy_as_json
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.remedies import Remedy
+from horizon_lm.planning.arithmetic.render import plan_as_json
 from horizon_lm.planning.arithmetic.request import Machine, Saves
 from horizon_lm.runs.admission.inputs import Source, open_source
 from horizon_lm.runs.admission.remedies import remedies_of
@@ -54,10 +57,16 @@ def plan_each(run: RunConfig, hardware: Hardware | None, size: Size) -> list[Res
     return [adapted, plan_one(run.model_copy(update=_DECODED), hardware, size)]
 
 
-def alternative_as_json(other: Result) -> dict[str, Any]:
-    """Return the bytes of the plan with decoded weights as JSON values."""
-    bytes_of = {place: budget.bytes for place, budget in other.plan.budgets.items()}
-    return {"settings": _DECODED, "fits": other.plan.fits, "bytes": bytes_of}
+def results_as_json(results: Sequence[Result], prices: Prices) -> dict[str, Any]:
+    """Return the results of `plan_each` as JSON values: the first plan with its energy, and the bytes of one with decoded weights."""
+    result, *others = results
+    content = plan_as_json(result.plan, result.device, result.remedies)
+    content["energy"] = energy_as_json(result.plan, prices)
+    if others:
+        content["alternatives"] = [
+            {"settings": _DECODED, "fits": each.plan.fits, "bytes": each.plan.bytes} for each in others
+        ]
+    return content
 
 
 def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
@@ -69,24 +78,13 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
     machine = replace(machine, notes=[*machine.notes, *notes, *tokenizer_notes])
     del loaded  # only needed while the memory of this process was measured
     num_steps, saves = _steps_and_saves(run, size.num_ranks)
-
-    def plan_with(shard: Shard) -> Plan:
-        """Return the plan of a process that owns this range of the weights."""
-        return plan_run(
-            run,
-            source,
-            machine,
-            num_steps=num_steps,
-            saves=saves,
-            shard=shard,
-            num_ranks=size.num_ranks,
-            tokenizer=tokenizer,
-        )
-
+    plan_with = partial(
+        plan_run, run, source, machine, num_steps=num_steps, saves=saves, num_ranks=size.num_ranks, tokenizer=tokenizer
+    )
     shard = own_shard(run, size)
-    plan = plan_with(shard)
+    plan = plan_with(shard=shard)
     remedies = remedies_of(plan, run, source)
-    if plan.host.deficit and shard.count < size.num_ranks and (wider := plan_with(Shard(0, size.num_ranks))).fits:
+    if plan.host.deficit and shard.count < size.num_ranks and (wider := plan_with(shard=Shard(0, size.num_ranks))).fits:
         cost = "the machines share one copy of the model, so its weights cross the network twice a step"
         remedies = [Remedy({"dp_shard_size": size.num_ranks}, cost, wider), *remedies]
     return Result(plan, run.device, remedies)

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,6 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--output: {path}: {error.strerror or error}; choose a writable file, or use --no-save")
 
 
-Line = tuple[str, str]
-
 _NAMES = {
     "matmul": "matrix products",
     "float8": "matrix products in FP8",
@@ -83,24 +81,20 @@ _NAMES = {
 }
 
 
-def describe_figure(field: str, value: Any) -> list[Line]:
-    """Return a field of a profile as text, with one line for each of its figures."""
+def describe_figure(field: str, value: Any) -> list[tuple[str, str]]:
+    """Return the name and the text of each figure of a field."""
     if isinstance(value, Mapping):
         return [(f"{_NAMES[field]} {key}", _amount(field, each)) for key, each in value.items()]
     absent = "host memory" if field == "device_memory" else "unknown"
     return [(_NAMES[field], _amount(field, value) if value else absent)]
 
 
-def describe_profile(hardware: Hardware) -> list[Line]:
-    """Return all figures of a profile as text."""
-    return [line for field in _NAMES for line in describe_figure(field, getattr(hardware, field))]
-
-
-def section(title: str, facts: Iterable[Line]) -> str:
-    """Format a title, facts in two columns, and an empty line."""
-    pairs = list(facts)
-    width = max((len(name) for name, _ in pairs), default=0)
-    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in pairs), ""])
+def table_of_machine(facts: Mapping[str, Mapping[str, str]], hardware: Hardware) -> Iterator[str]:
+    """Yield the lines of a table of a machine: facts by section, and the figures of its profile."""
+    figures = dict(line for field in _NAMES for line in describe_figure(field, getattr(hardware, field)))
+    for title, texts in {**facts, hardware.name: figures}.items():
+        width = max(map(len, texts), default=0)
+        yield from (title, *(f"  {name:<{width}}  {text}" for name, text in texts.items()), "")
 
 
 def _amount(field: str, value: float) -> str:
