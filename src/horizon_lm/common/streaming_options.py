@@ -1,4 +1,4 @@
-"""The options shared by `horizon_lm.stream`, the settings of a run and the planner. Nothing here imports torch."""
+"""The options shared by `horizon_lm.stream`, the settings of a run and the planner, with their descriptions. Nothing here imports torch."""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -18,8 +18,7 @@ def chosen(default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingOptions:
-    """Options for streaming a model, documented in `horizon_lm.stream`. None and ``auto`` leave the choice to the
-    planner.
+    """Options for streaming a model, described in `OPTION_TEXTS`. None and ``auto`` leave the choice to the planner.
 
     Raises:
         ConfigError: a value that is not possible.
@@ -127,3 +126,39 @@ class StreamingOptions:
             on_device = where == "device" or (where == "auto" and auto_on_device)
             checkpoints = num_blocks if on_device else graphs
         return max(graphs, min(checkpoints, num_blocks)), weights, graphs
+
+
+OPTION_TEXTS = {
+    "device": "Compute device: auto (cuda if available, else cpu), cpu, cuda or cuda:N.",
+    "precision": "Precision of the weights in host memory: fp32_master (bf16 to compute with and 16 low bits, together an exact fp32 master), "
+    "bf16 (updates are rounded stochastically) or float32. With gradient and moments they take 14, 12 and 16 bytes per parameter.",
+    "grad_dtype": "Dtype of gradients in host memory: bfloat16 or float32. Default: float32 with precision float32 and for adapters, else bfloat16.",
+    "device_memory": "Limit on device memory: on a GPU of all that torch allocates there, on a CPU of the engine's buffers. Default: no limit.",
+    "device_micro_batch_size": "Rows per micro-batch, which a block processes on the device at once.",
+    "head": "Compute the loss in chunks of tokens (chunked), or from all logits at once (whole).",
+    "head_chunk_tokens": "Tokens per chunk of logits with a chunked head.",
+    "activation_checkpoints": "Place where activation checkpoints (the blocks' inputs) are kept until the backward pass: device, host, the number of "
+    "last blocks whose checkpoint stays on the device, or auto: on the device as far as memory allows.",
+    "resident_blocks": "Number of last blocks whose weights stay on the device for the backward pass, so that they are not streamed in again. "
+    "Default: as many as fit with activation_checkpoints auto, else 0.",
+    "resident_graphs": "Number of resident blocks that also keep their autograd graph, so that they are not recomputed. "
+    "Default: as many as fit if resident_blocks is left open, too, else 0.",
+    "mlp_chunk_tokens": "Tokens per chunk of a feed-forward layer, for very long rows; the backward pass recomputes the chunks. "
+    "Default: all tokens at once.",
+    "expert_tile": "Number of experts of a mixture that are on the device at once: routed experts are streamed in tiles of this many, the rest of "
+    "their block as one unit.",
+    "compile": "Compile blocks with torch.compile, once per block structure, and the loss of a chunk of logits. auto: only on a GPU.",
+    "products": "Products of blocks' linear layers. float8: inputs by weights, and gradients by weights, in FP8 with a scale for each row (compute "
+    "capability 8.9 or later, weights in bf16; a CPU emulates it); gradients of weights stay in bf16. plain: all as in Hugging Face.",
+    "check_gradients": "Number of blocks whose gradients are compared with plain autograd, on the device and with the first batch; 0 for none.",
+    "attn_implementation": "Attention implementation of transformers, such as sdpa, or varlen, which computes no attention to padding or to other "
+    "packed rows. Default: the model's, but not eager for a model with sinks; on CUDA, varlen replaces sdpa if the model allows it.",
+    "allow_unproven_model": "Allow a model type or feature that is not verified against plain autograd (docs/generated/models.md).",
+    "model_name_or_path": "Model to start from: a Hugging Face folder or a hub id.",
+    "gguf_file": "GGUF file in the model's folder to read the weights from. Decoding it needs memory for the whole model, in addition.",
+    "trust_remote_code": "Run Python code that ships with the model.",
+}
+"""The descriptions of the options that are both settings of a run and arguments of `horizon_lm.stream` or `horizon_lm.from_pretrained`.
+
+The settings are described by them (`horizon_lm.runs.config.types.shared_option`), and ``scripts/option_texts.py`` writes them into the docstrings.
+"""

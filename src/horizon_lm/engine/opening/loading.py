@@ -50,40 +50,46 @@ def stream(
     Args:
         model: a transformers causal language model, or a decoder for sequence classification (a reward model), with its
             weights.
-        device: ``auto`` (CUDA if available), ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
-        precision: the format of weights in host memory: ``fp32_master`` (bf16 and 16 low bits, together an exact fp32
-            master), ``bf16`` (updates are rounded stochastically) or ``float32``.
-        device_micro_batch_size: rows per micro-batch; None for the whole batch.
-        head: ``chunked`` (loss only; logits exist for one chunk of tokens at a time) or ``whole`` (Hugging Face's own
-            head and loss, with logits).
-        activation_checkpoints: the place where the inputs of blocks are kept for the backward pass: ``device``,
-            ``host``, a number (on the device for that many of the last blocks), or ``auto`` (on the device as far as
-            memory allows). With ``auto``, the remaining memory is used for resident blocks, as planned for the first
+        device: compute device: auto (cuda if available, else cpu), cpu, cuda or cuda:N. Also simulated, or a `Device`.
+        precision: precision of the weights in host memory: fp32_master (bf16 to compute with and 16 low bits, together
+            an exact fp32 master), bf16 (updates are rounded stochastically) or float32. With gradient and moments they
+            take 14, 12 and 16 bytes per parameter.
+        device_micro_batch_size: rows per micro-batch, which a block processes on the device at once. Default: the whole
             batch.
-        resident_blocks: the number of last blocks whose weights stay on the device from the forward to the backward
-            pass, so that they are not streamed in again; None for no blocks, or with ``auto`` as many as fit.
-        resident_graphs: the number of resident blocks whose autograd graph also stays, so that they are not recomputed.
-        head_chunk_tokens: tokens per chunk of logits with ``chunked``; None for about 64 MiB of logits in host memory,
-            and a sixteenth of the free memory on other devices.
+        head: compute the loss in chunks of tokens (chunked), or from all logits at once (whole). Only whole, Hugging
+            Face's own head and loss, returns logits.
+        activation_checkpoints: place where activation checkpoints (the blocks' inputs) are kept until the backward
+            pass: device, host, the number of last blocks whose checkpoint stays on the device, or auto: on the device
+            as far as memory allows. With auto, the remaining memory is used for resident blocks, as planned for the
+            first batch.
+        resident_blocks: number of last blocks whose weights stay on the device for the backward pass, so that they are
+            not streamed in again. Default: as many as fit with activation_checkpoints auto, else 0.
+        resident_graphs: number of resident blocks that also keep their autograd graph, so that they are not recomputed.
+            Default: as many as fit if resident_blocks is left open, too, else 0.
+        head_chunk_tokens: tokens per chunk of logits with a chunked head. Default: about 64 MiB of logits in host
+            memory, and a sixteenth of the free memory on other devices.
         compute_dtype: the dtype of computations; None for float32 on the CPU and the stored dtype on other devices.
-        grad_dtype: the dtype of gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision
-            ``float32`` and bfloat16 otherwise. With several backward calls per step, float32 rounds less often.
-        device_memory: the limit of bytes on the device; None for no limit.
+        grad_dtype: dtype of gradients in host memory: bfloat16 or float32. Default: float32 with precision float32 and
+            for adapters, else bfloat16. With several backward calls per step, float32 rounds less often.
+        device_memory: limit on device memory: on a GPU of all that torch allocates there, on a CPU of the engine's
+            buffers. Default: no limit. A number of bytes.
         mlp_chunk_tokens: tokens per chunk of a feed-forward layer, for very long rows; the backward pass recomputes the
-            chunks. None for all tokens.
-        expert_tile: the number of experts of a mixture that are on the device at once, for blocks that do not fit: attention, router
-            and shared experts of a block are streamed as one unit, its routed experts as tiles of this many. None for whole blocks.
-        compile: compile blocks with torch.compile, once per block structure, and the loss of a chunk of logits; ``auto`` for CUDA
-            only.
-        products: ``float8`` multiplies in blocks' linear layers in FP8, with a scale for each row: inputs by weights, and the gradients
-            of outputs by weights. Results are not those of plain autograd in bfloat16. On a GPU it needs FP8 (Ada, Hopper, Blackwell)
-            and weights in bfloat16; a CPU emulates it. ``plain`` multiplies in ``compute_dtype``.
-        check_recompute: compare each recomputed output with that of the forward pass; keeps all outputs, for tests.
-        attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, with flash-attn or
-            torch's own kernel on CUDA. None for the model's own; on CUDA, ``varlen`` replaces ``sdpa`` if the model allows it.
-        check_gradients: the number of blocks to compare with plain autograd in the first backward pass; the first
-            difference raises GradientMismatchError.
-        allow_unproven_model: allow models and features that are not in the table of ``docs/generated/models.md``.
+            chunks. Default: all tokens at once.
+        expert_tile: number of experts of a mixture that are on the device at once: routed experts are streamed in tiles
+            of this many, the rest of their block as one unit. Default: whole blocks.
+        compile: compile blocks with torch.compile, once per block structure, and the loss of a chunk of logits. auto:
+            only on a GPU.
+        products: products of blocks' linear layers. float8: inputs by weights, and gradients by weights, in FP8 with a
+            scale for each row (compute capability 8.9 or later, weights in bf16; a CPU emulates it); gradients of
+            weights stay in bf16. plain: all as in Hugging Face.
+        check_recompute: compare each recomputed output with the one of the forward pass; keeps all outputs, for tests.
+        attn_implementation: attention implementation of transformers, such as sdpa, or varlen, which computes no
+            attention to padding or to other packed rows. Default: the model's, but not eager for a model with sinks; on
+            CUDA, varlen replaces sdpa if the model allows it.
+        check_gradients: number of blocks whose gradients are compared with plain autograd, on the device and with the
+            first batch; 0 for none. The first difference raises GradientMismatchError.
+        allow_unproven_model: allow a model type or feature that is not verified against plain autograd
+            (docs/generated/models.md).
         device_mesh: with several processes (torchrun), a DeviceMesh with the dimensions ``replicate`` and ``shard``, or ``shard``
             alone; None to shard within each machine and to replicate over the machines.
 
@@ -130,11 +136,13 @@ def from_pretrained(
     A folder of PEFT's adapters is opened as a PEFT model, with its frozen base.
 
     Args:
-        model_name_or_path: a Hugging Face folder or hub id; also by its name in transformers, ``pretrained_model_name_or_path``.
+        model_name_or_path: model to start from: a Hugging Face folder or a hub id. Also by its name in transformers,
+            ``pretrained_model_name_or_path``.
         device: as in `stream`.
         precision: as in `stream`; None for ``fp32_master``, or ``float32`` with ``dtype=torch.float32``.
-        gguf_file: a GGUF file in the folder to read instead; dequantizing needs additional memory for the whole model.
-        trust_remote_code: allow code that comes with the model.
+        gguf_file: GGUF file in the model's folder to read the weights from. Decoding it needs memory for the whole
+            model, in addition.
+        trust_remote_code: run Python code that ships with the model.
         subfolder: the folder of the model inside of ``model_name_or_path``.
         config: the config to use instead of the folder's, or another folder or hub id that has it; a GGUF file has its own.
         model_class: ``transformers.AutoModelForSequenceClassification`` for a reward model or another classifier of rows,

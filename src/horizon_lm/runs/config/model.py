@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from horizon_lm.runs.config.rules import Needs, OnResume, PerMachine
-from horizon_lm.runs.config.types import Settings
+from horizon_lm.runs.config.types import Settings, shared_option
 
 
 class ModelSettings(Settings):
@@ -18,29 +18,16 @@ class ModelSettings(Settings):
         description="Training objective. sft: supervised fine-tuning on answers; pretrain: continued pre-training on text; "
         "dpo: preference optimization.",
     )
-    model_name_or_path: Annotated[str, OnResume.FREE, PerMachine()] = Field(
-        description="Model to start from: a Hugging Face folder or a hub id."
-    )
-    gguf_file: Annotated[str | None, OnResume.FREE] = Field(
-        None, description="GGUF file in that folder to load the weights from."
-    )
+    model_name_or_path: Annotated[str, OnResume.FREE, PerMachine()] = shared_option("model_name_or_path", ...)
+    gguf_file: Annotated[str | None, OnResume.FREE] = shared_option("gguf_file", None)
     dequantize: Annotated[bool, OnResume.FREE, Needs(gguf_file=None)] = Field(
         False,
         description="Decode quantized weights (MXFP4, FP8 in tiles, INT4 of compressed-tensors, bitsandbytes' 4 bits) while they are read, so that all of them can "
         "be trained. Adapters need no decoding.",
     )
-    trust_remote_code: Annotated[bool, OnResume.FREE, Needs(gguf_file=None)] = Field(
-        False, description="Run Python code that ships with the model."
-    )
-    allow_unproven_model: Annotated[bool, OnResume.FREE] = Field(
-        False,
-        description="Allow a model type or feature that is not verified against plain autograd (docs/generated/models.md).",
-    )
-    attn_implementation: Annotated[str | None, OnResume.ROUNDING] = Field(
-        None,
-        description="Attention implementation of transformers, such as sdpa; varlen computes no attention to padding or to other packed rows. "
-        "Default: the model's, but not eager for a model with sinks.",
-    )
+    trust_remote_code: Annotated[bool, OnResume.FREE, Needs(gguf_file=None)] = shared_option("trust_remote_code", False)
+    allow_unproven_model: Annotated[bool, OnResume.FREE] = shared_option("allow_unproven_model", False)
+    attn_implementation: Annotated[str | None, OnResume.ROUNDING] = shared_option("attn_implementation", None)
     chat_template_path: Annotated[str | None, OnResume.FREE, PerMachine()] = Field(
         None,
         description="Chat template to train with and to save: a Jinja file, or the folder or hub id of a model that has one. "

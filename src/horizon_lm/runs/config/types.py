@@ -8,11 +8,23 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from horizon_lm.common.optimizers import OPTIMIZERS, by_other_name
 from horizon_lm.common.quantities import parse_size
+from horizon_lm.common.streaming_options import OPTION_TEXTS
 from horizon_lm.runs.config.rules import Reading, require_use
 
 _MIN_SIZE, _MAX_SIZE = 1e-30, 1e30  # of fractional numbers, which float32 computes with
 _MAX_WHOLE = 2**60  # of whole numbers without a limit of their own
 MAX_COUNT = 2**31
+
+
+def shared_option(name: str, default: Any, *more: str) -> Any:
+    """Return the field of a setting that is an argument in Python, too.
+
+    Args:
+        name: the setting, a key of `OPTION_TEXTS`.
+        default: its default; ``...`` if it is required.
+        more: sentences about the setting alone, after the description that both have.
+    """
+    return Field(default, description=" ".join((OPTION_TEXTS[name], *more)))
 
 
 class Settings(BaseModel):
