@@ -339,6 +339,27 @@ def test_one_file_is_read_before_an_index(tied: bool, tmp_path: Path) -> None:
     assert [name for name in plain if not torch.equal(plain[name], found[name])] == []
 
 
+def test_experts_are_in_order_whatever_file_they_are_in(tmp_path: Path) -> None:
+    """In two files by sorted names, experts 10 and 11 lie before expert 2."""
+    config = Ernie4_5_MoeConfig(**ERNIE.to_diff_dict() | {"moe_num_experts": 12})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = dict(sorted(written(tmp_path).items()))
+    names = list(weights)
+    cut = next(index for index, name in enumerate(names) if ".layers.1.mlp.experts.3." in name)
+    files = {
+        f"model-0000{number}-of-00002.safetensors": part for number, part in enumerate((names[:cut], names[cut:]), 1)
+    }
+    for file, part in files.items():
+        save_file({name: weights[name] for name in part}, tmp_path / file, {"format": "pt"})
+    (tmp_path / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    found = horizon_lm.from_pretrained(tmp_path, device="cpu", precision="float32").state_dict()
+    assert [name for name in plain if not torch.equal(plain[name], found[name])] == []
+
+
 def test_the_config_has_the_dtype_of_the_embedding(tmp_path: Path) -> None:
     """A head in float32 does not make other programs open the whole model in float32."""
     save(tmp_path, LLAMA, torch.bfloat16)

@@ -34,7 +34,10 @@ class Checkpoint(WeightFiles):
         self.when_read: Callable[[str, slice | None, torch.Tensor], None] | None = None
 
     def read(self, names: list[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
-        """Return these tensors, or some of their rows. Files are closed, or their mapped pages would count as this process's memory."""
+        """Return these tensors, or some of their rows, by name and in this order.
+
+        Files are closed, or their mapped pages would count as this process's memory.
+        """
         tensors = {}
         for file_name, wanted in self.by_file(names).items():
             with _opened(self.path_of(file_name)) as file:
@@ -42,7 +45,7 @@ class Checkpoint(WeightFiles):
                     tensors[name] = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
                     if self.when_read is not None:
                         self.when_read(name, rows, tensors[name])
-        return tensors
+        return {name: tensors[name] for name in names}
 
 
 @contextmanager
