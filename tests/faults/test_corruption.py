@@ -2,9 +2,10 @@
 
 import errno
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("xxhash", reason="needs the whole installation")
 from horizon_lm.errors import ConfigError
 from horizon_lm.runs.checkpoints import manifest
 from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.runs.checkpoints.export import export_checkpoint
 from horizon_lm.runs.checkpoints.plain_state import random_state
 from horizon_lm.runs.checkpoints.unit_file import hash_file
 from horizon_lm.runs.config.load import as_config
@@ -146,6 +148,18 @@ def test_every_damage_is_rejected_by_name(saved: Path, tmp_path: Path) -> None:
     assert resumed_step(copy / "checkpoint-2") == 2
     load_checkpoint(copy / "checkpoint-2", model, optimizer)  # the control: undamaged, it is loaded
     assert digest(model, optimizer) != before
+
+
+def test_an_export_without_all_of_a_weight_is_rejected(saved: Path, tmp_path: Path) -> None:
+    """The manifest has the right checksum, but a weight in it lacks its last element."""
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(saved / "checkpoint-1", copy)
+    content = manifest.read_manifest(copy)
+    weight = next(each for each in content.tensors if each.tensor in content.dtypes)
+    tensors = [replace(each, length=each.length - (each is weight)) for each in content.tensors]
+    (copy / "manifest.json").write_bytes(replace(content, tensors=tensors).to_json())
+    with pytest.raises(ConfigError, match=f"lacks a part of {re.escape(weight.tensor)}"):
+        export_checkpoint(copy, tmp_path / "out")
 
 
 def test_a_file_that_cannot_be_read_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,10 @@ class Store:
         """Return the shape of a parameter."""
         return torch.Size(self.units[self.unit_of[name]].layout.entry(name).shape)
 
+    def meta(self, name: str) -> torch.Tensor:
+        """Return a meta tensor with the shape of a parameter, and with the dtype of the file that it was read from."""
+        return torch.empty(self.shape(name), dtype=self.source_dtypes[name], device="meta")
+
     def slab_of(self, name: str) -> Slab:
         """Return the slab that has a parameter, or its codes if it is quantized."""
         return self._slab_of[name]
@@ -352,6 +356,18 @@ class Store:
         slab = self._slab_of[name]
         assert slab.low is not None
         slab.layout.view(slab.low, name).zero_()
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter for a file: in this dtype if it is kept in it, or else with all of its bits, to be rounded.
+
+        If other ranks own parts of the slab, it is a copy, because the memory of these parts is released.
+        """
+        if name in self.codecs:
+            return self.decode(name)
+        weight = self.weight(name)
+        if weight.dtype != dtype:
+            return self.master(name)
+        return weight if self.shard.is_whole else weight.clone()
 
     def master(self, name: str) -> torch.Tensor:
         """Return a parameter's stored value in fp32, without rounding. A new tensor, except in mode ``float32``."""

@@ -5,7 +5,7 @@ base, and is merged.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from horizon_lm.model.adapters import (
     require_weights,
     without_peft_warnings,
 )
+from horizon_lm.model.files.tensors import Tensors
 
 _FROM_THE_BASE = ("olora", "pissa")  # initialisations that take a part of the base, and can be repeated
 _LOST = ("corda", "loftq", "lora_ga", "pissa_niter")  # these need data, random numbers or a GPU for that
@@ -48,24 +49,21 @@ class MergedLayers:
     Args:
         model: the base without weights; PEFT's layers are added to it.
         folder: folder of the adapters.
-        dtypes: dtypes of the base's tensors, by every name that they have in the model.
-        read: a function that returns a tensor of the base by its name.
+        base: the tensors of the base, by every name that they have in the model.
 
     Raises:
         ConfigError: the adapters cannot be read, do not belong to this base, have values that are not finite, or are of a kind
             that cannot be merged.
     """
 
-    def __init__(
-        self, model: Any, folder: Path, dtypes: Mapping[str, torch.dtype], read: Callable[[str], torch.Tensor]
-    ) -> None:
+    def __init__(self, model: Any, folder: Path, base: Tensors) -> None:
         self._folder = folder
         with self._errors("read the config of these adapters"):
             config = open_adapter_config(folder, model)
         import peft
 
         _require_mergeable(config, folder)
-        _fill_places(model, dtypes, None if config.peft_type in _KNOW_NO_VALUES else read)
+        _fill_places(model, base, with_values=config.peft_type not in _KNOW_NO_VALUES)
         self._places = {name: _place_of(model, name) for name in model.state_dict()}
         initialization = str(getattr(config, "init_lora_weights", "")).lower()
         self._initialization_from_base = initialization if initialization in _FROM_THE_BASE else None
@@ -266,10 +264,8 @@ def _place_of(model: nn.Module, name: str) -> Place:
     return model.get_submodule(path), attribute
 
 
-def _fill_places(
-    model: nn.Module, dtypes: Mapping[str, torch.dtype], read: Callable[[str], torch.Tensor] | None
-) -> None:
-    """Replace the parameters of a model on the meta device by what ``read`` returns for their names, or by placeholders."""
+def _fill_places(model: nn.Module, base: Tensors, with_values: bool) -> None:
+    """Replace the parameters of a model on the meta device by the base's values, or by placeholders."""
     filled: dict[int, nn.Parameter] = {}  # by the parameter on the meta device
     for path, module in model.named_modules():
         for key, param in module._parameters.items():
@@ -277,8 +273,8 @@ def _fill_places(
                 continue
             if id(param) not in filled:  # a tied one stays tied
                 name = f"{path}.{key}".removeprefix(".")
-                new = _placeholder(param.shape, dtypes.get(name, param.dtype))
-                filled[id(param)] = new if read is None else nn.Parameter(read(name), requires_grad=False)
+                new = _placeholder(param.shape, base.meta(name).dtype)
+                filled[id(param)] = nn.Parameter(base.read([name])[name], requires_grad=False) if with_values else new
             module._parameters[key] = filled[id(param)]
 
 

@@ -2,8 +2,8 @@
 
 import copy
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import hf_config, hub, skeletons
 from horizon_lm.model.adapter_config import require_adapter_config
 from horizon_lm.model.adapters import base_of_adapters, open_base
-from horizon_lm.model.files.checkpoint_loader import check_headers, parameter_names
-from horizon_lm.model.files.checkpoint_reader import Checkpoint
-from horizon_lm.model.files.checkpoint_writer import as_stored, dtype_of, write_folder
+from horizon_lm.model.files.checkpoint_loader import check_headers, converted_on_meta, parameter_names, read_target
+from horizon_lm.model.files.checkpoint_reader import StoredTensors, file_of
+from horizon_lm.model.files.checkpoint_writer import write_folder
 from horizon_lm.model.files.conversion import Target, find_conversion
-from horizon_lm.model.files.decoded_checkpoint import DecodedCheckpoint
-from horizon_lm.model.files.quantized_checkpoint import require_untransposed
+from horizon_lm.model.files.quantized_checkpoint import DecodedCheckpoint, open_checkpoint
+from horizon_lm.model.files.tensors import Contents, Group, as_stored, group_of
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.folder import TEMPLATES, require_model_files
 from horizon_lm.model.generation import read_generation_config
@@ -28,7 +28,7 @@ from horizon_lm.model.merged_layers import MergedLayers
 from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.quantization import take_quantization
 from horizon_lm.model.tying import declare_untied
-from horizon_lm.model.units import TRAINED_DTYPES, find_parts
+from horizon_lm.model.units import TRAINED_DTYPES
 from horizon_lm.runs.checkpoints.new_folder import require_new, write_new_folder
 
 _CHUNK = (
@@ -78,25 +78,27 @@ def merge_adapter(
     config = hf_config.load_config(source, trust_remote_code)
     quantization = take_quantization(config)
     plain, adapted = (skeletons.open_skeleton(source, config, trust_remote_code=trust_remote_code) for _ in range(2))
-    checkpoint = Checkpoint(source) if quantization is None else DecodedCheckpoint(source, quantization)
-    merged = _MergedFolder(plain, adapted, adapter, checkpoint, getattr(torch, dtype) if dtype else None)
+    base_tensors = _Base(plain, DecodedCheckpoint(open_checkpoint(source, quantization)))
+    merged = _Merged(base_tensors, MergedLayers(adapted, adapter, base_tensors))
+    untied = _find_untied(base_tensors, merged)
     written = plain
-    if merged.untied:
+    if untied:
         untied_config = copy.deepcopy(config)
         declare_untied(untied_config)
         written = skeletons.open_skeleton(source, untied_config, trust_remote_code=trust_remote_code)
         first_names = parameter_names(written)
-        if still_tied := [each for each in merged.untied if first_names[each] != each]:
+        if still_tied := [each for each in untied if first_names[each] != each]:
             raise ModelNotSupportedError(
                 f"{adapter}: the adapters change either the embedding or the head, and a {type(plain).__name__} shares "
                 f"{still_tied[0]} between both whatever its config says; use the adapters with their base"
             )
     if (settings := read_generation_config(adapter)) is not None:
         written.generation_config = settings
+    contents = _contents(base_tensors, merged, untied, getattr(torch, dtype) if dtype else None)
 
     def fill(part: Path) -> None:
         """Write the model, the tokenizer, the processor of images, and code that belongs to one of them."""
-        write_folder(Disk(), part, written, merged, max_shard_size)
+        write_folder(Disk(), part, written, contents, max_shard_size)
         for patterns in (_TOKENIZER_FILES, _PROCESSOR_FILES):
             if not _copy_files(patterns, adapter, part):
                 _copy_files(patterns, source, part)
@@ -117,254 +119,219 @@ def _copy_files(patterns: Iterable[str], source: Path, target: Path) -> bool:
     return bool(files)
 
 
-@dataclass(slots=True)
-class _Unit:
-    """Tensors that are written together: copied tensors of the base, or the merged tensors of some targets.
-
-    Attributes:
-        copies: names in the checkpoint.
-        targets: tensors of the model that are merged.
-        groups: indices of the groups of adapters that are merged into them.
-        added: names in the model of tensors that the checkpoint does not have.
-    """
-
-    copies: list[str] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
-    added: list[str] = field(default_factory=list)
-
-    def absorb(self, other: "_Unit") -> None:
-        """Add the merged tensors of another unit to this one, to be written with its own."""
-        self.groups += other.groups
-        self.targets += other.targets
-        self.added += other.added
+# Tensors
 
 
-class _MergedFolder:
-    """The tensors of a folder with the merged model. Implements `model.files.checkpoint_writer.Tensors`.
+class _Base:
+    """The tensors of a base by their names in the model. Implements `Tensors`.
 
     Args:
-        plain: the base without weights.
-        adapted: another copy of it, which gets the adapters.
-        adapter: folder of the adapters.
-        checkpoint: the weights of the base.
-        dtype: the dtype of the merged weights; None for each tensor's own in the base.
+        model: the base without weights.
+        checkpoint: its weights, decoded if they are quantized.
 
     Attributes:
-        untied: names of the parameters that were one in the base, and have different values now.
+        first_names: the first name of each parameter, by all of its names: tied ones have several.
+        given: the names of the tensors that a target gives.
+        target_of: the target that gives a tensor, by the tensor's name.
+
+    Raises:
+        ConfigError: the weights are not those of the model.
     """
 
-    def __init__(
-        self, plain: Any, adapted: Any, adapter: Path, checkpoint: Checkpoint, dtype: torch.dtype | None
-    ) -> None:
-        self._model, self._checkpoint, self._dtype = plain, checkpoint, dtype
-        conversion = find_conversion(plain, checkpoint.names)
-        if isinstance(checkpoint, DecodedCheckpoint):
-            require_untransposed(checkpoint, conversion, find_parts(plain))
-        check_headers(plain, checkpoint, conversion)
-        self._headers = checkpoint.headers()
-        # The first names of parameters, by all of their names: tied ones have several.
-        self._first_name = parameter_names(plain)
-        self._shapes = {name: tensor.shape for name, tensor in plain.state_dict().items()}
-        self._targets: dict[str, Target] = {}  # by the name of each tensor that it gives
-        for target in conversion.targets:
-            self._targets |= dict.fromkeys(self._meta_of_target(target), target)
-        self._stored_target = self._find_stored_targets()
-        sources = {
-            name: next(iter(target.sources)) for name, target in self._stored_target.items() if target is not None
-        }
-        dtypes = {name: dtype_of(self._headers[source]) for name, source in sources.items()}
-        # What `dtype` applies to, by names in the model and in the checkpoint.
-        self._converted = self._find_converted()
-        targets = [target for name, target in self._targets.items() if name in self._converted]
-        self._converted_sources = {source for target in targets for source in target.sources}
-        self._layers = MergedLayers(adapted, adapter, dtypes, self._read)
-        self._groups = self._layers.groups
-        self.untied = self._find_untied()
-        self._units = self._find_units(conversion.targets)
-        first_names = [name for name in self._shapes if self._first_name.get(name) == name]
-        # Names of tied parameters that are parameters of their own from now on.
-        separate = [name for name in self.untied if self._first_name[name] != name]
-        self.num_params = sum(self._shapes[name].numel() for name in first_names + separate)
-        base_dtype = plain.config.dtype
-        self.main_dtype = dtype or (base_dtype if isinstance(base_dtype, torch.dtype) else next(iter(dtypes.values())))
+    def __init__(self, model: Any, checkpoint: StoredTensors) -> None:
+        self.model, self.checkpoint, self._new = model, checkpoint, model.state_dict()
+        conversion = find_conversion(model, checkpoint.names)
+        check_headers(model, checkpoint, conversion)
+        metas = {target: converted_on_meta(model, checkpoint, target) for target in conversion.targets}
+        self._meta = {name: meta for given in metas.values() for name, meta in given.items()}
+        self.given = {target: list(given) for target, given in metas.items()}
+        self.target_of = {name: target for target, names in self.given.items() for name in names}
+        self.first_names = parameter_names(model)
+        # The name by which a target gives a tensor, perhaps another one of a tied parameter; None if the checkpoint lacks it.
+        by_parameter = {self.first_names.get(name, name): name for name in self.target_of}
+        self._given_as = {name: by_parameter.get(self.first_names.get(name, name)) for name in self._new}
+        self._given_as |= {name: name for name in self.target_of}
 
-    # Plan
+    def lacks(self, name: str) -> bool:
+        """Return whether the checkpoint has no value of a tensor, so that it has the value of a new model."""
+        return self._given_as[name] is None
 
-    def plan(self) -> list[dict[str, torch.Tensor]]:
-        """Return meta tensors for each unit, with the shapes and dtypes of the tensors that `unit` returns."""
-        return [self._written(unit, self._base_meta(unit.copies), self._meta_of_merged(unit)) for unit in self._units]
+    def meta(self, name: str) -> torch.Tensor:
+        """Return a meta tensor with the shape and dtype of a tensor of the model."""
+        given_as = self._given_as[name]
+        return self._new[name].to("meta") if given_as is None else self._meta[given_as]
 
-    def unit(self, index: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a unit by their names in the folder."""
-        unit = self._units[index]
-        found = self._written(unit, self._checkpoint.read(unit.copies), self._merged_tensors(unit))
-        for name, tensor in found.items():
-            if tensor.dtype in TRAINED_DTYPES:
-                require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
-        return found
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return tensors of the model by name; reject values that are not finite."""
+        given = {name: given_as for name in names if (given_as := self._given_as[name]) is not None}
+        found: dict[str, torch.Tensor] = {}
+        for target in dict.fromkeys(self.target_of[name] for name in given.values()):
+            found |= read_target(self.model, self.checkpoint, target)
+        return {name: found[given[name]] if name in given else self._new[name] for name in names}
 
-    def _find_stored_targets(self) -> dict[str, Target | None]:
-        """Return the target that gives each tensor of the model, perhaps under another name of a tied parameter; None if the checkpoint has
-        no such tensor.
-        """
-        by_first_name = {self._first_name.get(name, name): target for name, target in self._targets.items()}
-        return {
-            name: self._targets.get(name) or by_first_name.get(self._first_name.get(name, name))
-            for name in self._shapes
-        }
+    def in_folder(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors of the model with the names and in the layout of the checkpoint."""
+        targets = {name: self.target_of[name] for name in tensors if name in self.target_of}
+        copied = {name: next(iter(each.sources)) for name, each in targets.items() if each.converter is None}
+        added = {name: tensor for name, tensor in tensors.items() if name not in targets}
+        others = {name: tensor for name, tensor in tensors.items() if name not in copied}
+        return {copied[name]: tensors[name] for name in copied} | as_stored(self.model, added | others)
 
-    def _find_converted(self) -> set[str]:
-        """Return the parameters that the dtype of the merged model applies to: all but the ones that transformers keeps in float32."""
-        names = set(self._first_name)
-        if self._dtype is None:
-            return names
-        in_float32 = kept_in_float32(self._model, self._first_name, self._dtype)
-        return names - in_float32 - created_in_float32(self._model, self._first_name)
 
-    def _find_untied(self) -> list[str]:
-        """Return all names of the parameters that are one in the base, and have different values once adapters are merged."""
-        names_of: dict[str, list[str]] = {}  # by the first name of a parameter
-        for name, first in self._first_name.items():
-            names_of.setdefault(first, []).append(name)
-        group_of = {name: index for index, names in enumerate(self._groups) for name in names}
-        untied = []
-        for names in names_of.values():
-            if len(names) > 1 and not group_of.keys().isdisjoint(names):
-                values = [self._merged_value(name, group_of.get(name)) for name in names]
-                if not all(torch.equal(each, values[0]) for each in values[1:]):
-                    untied += names
-        return untied
+class _Merged:
+    """The tensors of a model with its adapters merged, by their names in the model. Implements `Tensors`.
 
-    def _merged_value(self, name: str, group: int | None) -> torch.Tensor:
-        """Return a tensor of the merged model. ``group``: index of the group of adapters that changes it; None if none does."""
-        if group is None:
-            return self._read(name)
-        base = {each: self._read(each) for each in self._groups[group]}
-        return self._layers.merge(group, _copies_of(base))[name]
+    Args:
+        base: the tensors of the base.
+        layers: the adapters.
 
-    def _find_units(self, targets: Sequence[Target]) -> list[_Unit]:
-        """Return the tensors that are written together, in the order of the checkpoint.
+    Attributes:
+        layers: the names of the tensors that are merged together: those of each layer of adapters, and each that comes whole with them.
+        layer_of: the index in ``layers`` of each of these names.
+    """
 
-        Groups of adapters whose weights are one tensor in the checkpoint, as stacked experts are, share a unit. Units that only
-        add tensors come last.
-        """
-        by_target: dict[int, _Unit] = {}  # by the id of the target
-        merged: list[_Unit] = []
-        for index, names in enumerate(self._groups):
-            # Targets cannot be hashed, so they are known by their ids.
-            targets_of_group = {id(self._targets[name]): self._targets[name] for name in names if name in self._targets}
-            unit = _Unit(groups=[index])
-            overlapping = {id(by_target[key]): by_target[key] for key in targets_of_group if key in by_target}
-            for other in overlapping.values():  # of earlier groups that are merged into some of the same tensors
-                unit.absorb(other)
-                merged.remove(other)
-            unit.targets += [target for key, target in targets_of_group.items() if key not in by_target]
-            unit.added += [name for name in names if name not in self._targets and self._is_added(name)]
-            by_target |= dict.fromkeys((id(target) for target in unit.targets), unit)
-            merged.append(unit)
-        in_groups = {name for names in self._groups for name in names}
-        # The other names of parameters that were tied, which no group changes.
-        merged += [_Unit(added=[name]) for name in self.untied if name not in in_groups and name not in self._targets]
-        unit_of = {source: by_target[id(t)] for t in targets if id(t) in by_target for source in t.sources}
-        return [*self._in_checkpoint_order(unit_of), *(unit for unit in merged if not unit.targets and unit.added)]
+    def __init__(self, base: _Base, layers: MergedLayers) -> None:
+        self._base, self._merged_layers, self.layers = base, layers, layers.groups
+        self.layer_of = {name: index for index, names in enumerate(self.layers) for name in names}
 
-    def _is_added(self, name: str) -> bool:
-        """Return whether a tensor of the model is written though the checkpoint has none of its name."""
-        return name in self.untied or self._stored_target[name] is None
+    def meta(self, name: str) -> torch.Tensor:
+        """Return a meta tensor with the shape and dtype of a tensor of the model: those of the base."""
+        return self._base.meta(name)
 
-    def _in_checkpoint_order(self, unit_of: Mapping[str, _Unit]) -> Iterator[_Unit]:
-        """Yield merged units in the order of their first tensors in the checkpoint, and between them units of copied tensors.
-
-        ``unit_of`` has the merged units by the names of their tensors in the checkpoint.
-        """
-        yielded: set[int] = set()
-        copies, num_bytes, file = _Unit(), 0, None
-        for name in self._checkpoint.names:
-            unit = unit_of.get(name)
-            if unit is not None:
-                if id(unit) not in yielded:
-                    yielded.add(id(unit))
-                    yield unit
-                continue
-            most_bytes = self._headers[name].numel * 4
-            if copies.copies and (num_bytes + most_bytes > _CHUNK or file != self._checkpoint.file_of(name)):
-                yield copies
-                copies, num_bytes = _Unit(), 0
-            copies.copies.append(name)
-            num_bytes, file = num_bytes + most_bytes, self._checkpoint.file_of(name)
-        if copies.copies:
-            yield copies
-
-    # Tensors
-
-    def _base_meta(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return meta tensors with the shapes and dtypes of the base's, by their names in the checkpoint."""
-        headers = {name: self._headers[name] for name in names}
-        return {name: torch.empty(h.shape, dtype=dtype_of(h), device="meta") for name, h in headers.items()}
-
-    def _meta_of_merged(self, unit: _Unit) -> dict[str, torch.Tensor]:
-        """Return the tensors that `_merged_tensors` would return, as meta tensors."""
-        found = {name: tensor for target in unit.targets for name, tensor in self._meta_of_target(target).items()}
-        return found | {name: self._read(name).to("meta") for name in unit.added}
-
-    def _merged_tensors(self, unit: _Unit) -> dict[str, torch.Tensor]:
-        """Return the tensors of a unit that are no copies, merged, by their names in the model."""
-        values = {name: tensor for target in unit.targets for name, tensor in self._read_target(target).items()}
-        values |= {name: self._read(name) for name in unit.added}
-        for index in unit.groups:
-            base = {name: values[name] if name in values else self._read(name) for name in self._groups[index]}
-            merged = self._layers.merge(index, _copies_of(base))
-            # Tensors that stay equal keep their bits: adding nothing may change the sign of a zero.
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return merged tensors by name. A tensor that stays equal keeps its bits: adding nothing may change the sign of a zero."""
+        values = self._base.read(names)
+        for index in dict.fromkeys(self.layer_of[name] for name in names if name in self.layer_of):
+            layer = self.layers[index]
+            base = values | self._base.read([name for name in layer if name not in values])
+            merged = self._merged_layers.merge(index, {name: base[name].clone() for name in layer})
             values |= {n: each for n, each in merged.items() if n in values and not torch.equal(each, base[n])}
         return values
 
-    def _written(
-        self, unit: _Unit, copies: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors of a unit by their names in the folder, in the dtype of the merged model.
 
-        ``copies`` has copied tensors by their names in the checkpoint, and ``values`` all others, by their names in the model.
-        """
-        emitted = self._cast(copies, self._converted_sources)
-        cast = self._cast(values, self._converted)
-        to_convert = {name: cast[name] for name in unit.added}
-        for target in unit.targets:
-            if target.converter is None:  # one tensor of the checkpoint, as it is
-                emitted[next(iter(target.sources))] = cast[target.name]
-            else:
-                to_convert |= {name: cast[name] for name in self._meta_of_target(target)}
-        return emitted | as_stored(self._model, to_convert)
-
-    def _cast(self, tensors: Mapping[str, torch.Tensor], names: set[str]) -> dict[str, torch.Tensor]:
-        """Return tensors, with those named in ``names`` cast to the dtype of the merged model if it has one."""
-        if self._dtype is None:
-            return dict(tensors)
-        return {name: tensor.to(self._dtype) if name in names else tensor for name, tensor in tensors.items()}
-
-    def _meta_of_target(self, target: Target) -> dict[str, torch.Tensor]:
-        """Return meta tensors of the model that a target gives, by name."""
-        return target.convert(self._model, self._base_meta(target.sources))
-
-    def _read(self, name: str) -> torch.Tensor:
-        """Return a tensor of the base by its name in the model; the value of a new model if the checkpoint has none."""
-        target = self._stored_target[name]
-        if target is None:
-            value: torch.Tensor = self._model.state_dict()[name]
-            return value
-        found = self._read_target(target)
-        if name in found:
-            return found[name]
-        # stored under another name of a tied parameter
-        return next(tensor for other, tensor in found.items() if self._first_name[other] == self._first_name[name])
-
-    def _read_target(self, target: Target) -> dict[str, torch.Tensor]:
-        """Return the tensors of the base that a target gives, by their names in the model. Reject values that are not finite."""
-        tensors = self._checkpoint.read(list(target.sources))
-        for name, tensor in tensors.items():
-            require_finite(name, tensor, self._checkpoint.file_of(name))
-        return target.convert(self._model, tensors)
+# The folder
 
 
-def _copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+def _find_untied(base: _Base, merged: _Merged) -> list[str]:
+    """Return all names of the parameters that are one in the base, and have different values once adapters are merged."""
+    names_of: dict[str, list[str]] = {}  # by the first name of a parameter
+    for name, first in base.first_names.items():
+        names_of.setdefault(first, []).append(name)
+    untied = []
+    for names in names_of.values():
+        if len(names) > 1 and not merged.layer_of.keys().isdisjoint(names):
+            first_value, *others = merged.read(names).values()
+            if not all(torch.equal(each, first_value) for each in others):
+                untied += names
+    return untied
+
+
+def _contents(base: _Base, merged: _Merged, untied: Collection[str], dtype: torch.dtype | None) -> Contents:
+    """Return the weights of the folder: those of the base in its order, and then tensors that only the merged model has.
+
+    Args:
+        base: the tensors of the base.
+        merged: the tensors of the merged model.
+        untied: names of the parameters that were one in the base, and have different values now.
+        dtype: the dtype of the merged weights; None for each tensor's own in the base.
+    """
+    cast = set[str]() if dtype is None else _find_cast(base, dtype)
+    sources = {source for name in cast if name in base.target_of for source in base.target_of[name].sources}
+
+    def copied(names: Sequence[str]) -> Group:
+        """Return the group of tensors of the checkpoint that stay as they are."""
+        return group_of(base.checkpoint, names, partial(_cast, dtype=dtype, names=sources))
+
+    def changed(names: Sequence[str]) -> Group:
+        """Return the group of tensors of the model that are merged together."""
+        return group_of(merged, names, lambda tensors: base.in_folder(_cast(tensors, dtype, cast)))
+
+    joined, added = _find_changed(base, merged, untied)
+    groups = [*_groups_in_order(base.checkpoint, joined, copied, changed), *map(changed, added)]
+    separate = [name for name, first in base.first_names.items() if first == name or name in untied]
+    base_dtype = base.model.config.dtype
+    if not isinstance(base_dtype, torch.dtype):
+        base_dtype = base.meta(next(iter(base.first_names))).dtype
+    return Contents(groups, dtype or base_dtype, sum(base.meta(name).numel() for name in separate))
+
+
+def _find_cast(base: _Base, dtype: torch.dtype) -> set[str]:
+    """Return the parameters that the dtype of the merged model applies to: all but the ones that transformers keeps in float32."""
+    names = base.first_names
+    return names.keys() - kept_in_float32(base.model, names, dtype) - created_in_float32(base.model, names)
+
+
+def _cast(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, names: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return tensors, of which those with these names are cast to a dtype; reject values that are not finite then."""
+    found = {name: tensor.to(dtype) if dtype and name in names else tensor for name, tensor in tensors.items()}
+    for name, tensor in found.items():
+        if tensor.dtype in TRAINED_DTYPES and not tensor.is_meta:
+            require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
+    return found
+
+
+def _find_changed(
+    base: _Base, merged: _Merged, untied: Collection[str]
+) -> tuple[dict[Target, tuple[str, ...]], list[tuple[str, ...]]]:
+    """Return the names of the tensors that are not copied from the checkpoint.
+
+    Returns:
+        For each target that adapters change, the names of all tensors that are merged with the ones that it gives: layers that
+        change tensors of one target, such as stacked experts, are merged together.
+        The names of tensors that no target gives, in tuples of those that are merged together.
+    """
+
+    def is_added(name: str) -> bool:
+        """Return whether a tensor of the model is written though the checkpoint has none of its name."""
+        return name not in base.target_of and (name in untied or base.lacks(name))
+
+    joined: dict[Target, tuple[str, ...]] = {}
+    added: list[tuple[str, ...]] = []
+    for layer in merged.layers:
+        targets = dict.fromkeys(base.target_of[name] for name in layer if name in base.target_of)
+        earlier = dict.fromkeys(joined[target] for target in targets if target in joined)
+        names = [name for joined_names in earlier for name in joined_names]
+        names += [name for target in targets if target not in joined for name in base.given[target]]
+        names += [name for name in layer if is_added(name)]
+        together = tuple(names)
+        joined |= {base.target_of[name]: together for name in names if name in base.target_of}
+        if together and not targets:
+            added.append(together)
+    # The other names of parameters that were tied, which no layer changes.
+    added += [(name,) for name in untied if name not in merged.layer_of and is_added(name)]
+    return joined, added
+
+
+def _groups_in_order(
+    checkpoint: StoredTensors,
+    joined: Mapping[Target, tuple[str, ...]],
+    copied: Callable[[Sequence[str]], Group],
+    changed: Callable[[Sequence[str]], Group],
+) -> Iterator[Group]:
+    """Yield merged groups in the order of their first tensors in the checkpoint, and between them groups of copied tensors.
+
+    Args:
+        checkpoint: the tensors of the base.
+        joined: the names of the tensors that are merged together, by each of their targets.
+        copied: a function that returns a group of tensors of the checkpoint.
+        changed: a function that returns a group of merged tensors.
+    """
+    names_of = {source: names for target, names in joined.items() for source in target.sources}
+    yielded = set[tuple[str, ...]]()
+    copies, num_bytes, file = list[str](), 0, None
+    for name in checkpoint.names:
+        if name in names_of:
+            if names_of[name] not in yielded:
+                yielded.add(names_of[name])
+                yield changed(names_of[name])
+            continue
+        most_bytes = checkpoint.meta(name).numel() * 4
+        if copies and (num_bytes + most_bytes > _CHUNK or file != file_of(checkpoint, name)):
+            yield copied(copies)
+            copies, num_bytes = [], 0
+        copies.append(name)
+        num_bytes, file = num_bytes + most_bytes, file_of(checkpoint, name)
+    if copies:
+        yield copied(copies)

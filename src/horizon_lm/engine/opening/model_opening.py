@@ -23,8 +23,7 @@ from horizon_lm.model import gguf_weights, hf_config, hub
 from horizon_lm.model.adapter_kinds import adapted_model
 from horizon_lm.model.adapters import Adapters, base_of_adapters, open_base
 from horizon_lm.model.files.checkpoint_loader import load_weights
-from horizon_lm.model.files.checkpoint_writer import main_dtype
-from horizon_lm.model.files.decoded_checkpoint import DecodedCheckpoint
+from horizon_lm.model.files.written_weights import main_dtype
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.quantized_object import show_quantization
 from horizon_lm.model.source import ModelSource
@@ -154,9 +153,8 @@ def _open_checkpoint(
     """Read the weights of a folder straight into the store, one by one, and attach the model."""
     model, adapters, mesh = source.take_skeleton(), request.adapters, arguments.device_mesh
     checkpoint, find_codecs = open_weights(folder, source.quantization, quantization, opened_dtype(arguments.precision))
-    # Codes cannot be updated, so a model with quantized weights is trained by adapters alone; decoded weights are
-    # plain ones.
-    frozen = adapters is not None or (find_codecs is not None and not isinstance(checkpoint, DecodedCheckpoint))
+    # Codes cannot be updated, so a model with quantized weights is trained by adapters alone.
+    frozen = adapters is not None or find_codecs is not None
     if frozen:
         # Set on the skeleton: its parameters in the store take `requires_grad` over.
         model.requires_grad_(False)

@@ -9,9 +9,8 @@ import torch
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, warn
 from horizon_lm.memory.codecs.base import Codec
-from horizon_lm.model.files.checkpoint_reader import Checkpoint
-from horizon_lm.model.files.decoded_checkpoint import DecodedCheckpoint
-from horizon_lm.model.files.quantized_checkpoint import QuantizedCheckpoint, codecs_of
+from horizon_lm.model.files.checkpoint_reader import StoredTensors
+from horizon_lm.model.files.quantized_checkpoint import DecodedCheckpoint, codecs_of, open_checkpoint
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.quantization import expected_codecs, four_bits, require_dequantizable
 
@@ -43,7 +42,7 @@ def read_quantization(options: dict[str, Any]) -> dict[str, Any] | None:
 
 def open_weights(
     folder: Path, published: Mapping[str, Any] | None, asked: Mapping[str, Any] | None, dtype: torch.dtype
-) -> tuple[Checkpoint, FindCodecs | None]:
+) -> tuple[StoredTensors, FindCodecs | None]:
     """Return the weights in a folder, and a function that finds the codecs of weights that stay quantized; None if none do.
 
     Args:
@@ -56,15 +55,15 @@ def open_weights(
         ConfigError, ModelNotSupportedError: as `QuantizedCheckpoint`, or there is nothing to decode.
     """
     if asked is not None and asked.get("dequantize"):
-        decoded = DecodedCheckpoint(folder, require_dequantizable(published, asked, folder), dtype)
-        return decoded, partial(codecs_of, decoded)
+        quantization = require_dequantizable(published, asked, folder)
+        return DecodedCheckpoint(open_checkpoint(folder, quantization), dtype), None
+    checkpoint = open_checkpoint(folder, published)
     # Plain weights are encoded one by one when they are written to the store, if the caller asks for it.
     if published is None:
-        return Checkpoint(folder), None if asked is None else partial(expected_codecs, quantization=asked)
+        return checkpoint, None if asked is None else partial(expected_codecs, quantization=asked)
     if asked is not None:
         warn(
             f"{folder}: the weights are quantized already ({published['quant_method']}), so load_in_4bit has no effect",
             CheckpointWarning,
         )
-    checkpoint = QuantizedCheckpoint(folder, published)
     return checkpoint, partial(codecs_of, checkpoint)

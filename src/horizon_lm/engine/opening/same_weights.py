@@ -14,7 +14,7 @@ from horizon_lm.distributed.alike import hash_tensor
 from horizon_lm.distributed.mesh import Mesh, fail_together
 from horizon_lm.distributed.same_files import SeenFiles
 from horizon_lm.errors import ConfigError, warn
-from horizon_lm.model.files.checkpoint_reader import Checkpoint
+from horizon_lm.model.files.checkpoint_reader import StoredTensors
 
 _OF_MACHINE = ("_name_or_path", "transformers_version")  # settings of a config that may differ
 
@@ -43,18 +43,18 @@ class SameWeights:
         ConfigError: the ranks have other configs, code or headers. It is raised on all ranks.
     """
 
-    def __init__(self, mesh: Mesh, checkpoint: Checkpoint, config: Any) -> None:
-        self._mesh, self._checkpoint = mesh, checkpoint
+    def __init__(self, mesh: Mesh, checkpoint: StoredTensors, config: Any) -> None:
+        self._mesh, self._checkpoint = mesh, checkpoint.stored
         self._hashes: dict[_Range, str] = {}  # of the ranges that this rank has read
         if mesh.size == 1:  # nothing to compare
             return
         _require_same_files(mesh, checkpoint, config)
-        self._tensors = sorted(checkpoint.files)
+        self._tensors = sorted(self._checkpoint.files)
         self._index_of = {name: index for index, name in enumerate(self._tensors)}
-        self._seen = SeenFiles(mesh, checkpoint.folder, sorted(set(checkpoint.files.values())))
+        self._seen = SeenFiles(mesh, self._checkpoint.folder, sorted(set(self._checkpoint.files.values())))
         # Ranks of one machine that read the same files have nothing to compare.
         if not self._seen.are_one:
-            checkpoint.when_read = self._keep_hash
+            self._checkpoint.when_read = self._keep_hash
 
     def _keep_hash(self, name: str, rows: slice | None, tensor: torch.Tensor) -> None:
         """Keep the hash of rows of a tensor that were read; None for all rows."""
@@ -113,8 +113,7 @@ class SameWeights:
         with fail_together(self._mesh, "the comparison of weights"):
             for place in [place for place, rank in reader_of.items() if rank == self._mesh.rank]:
                 name, rows = self._tensors[place.tensor], None if place.stop < 0 else slice(place.start, place.stop)
-                # By `Checkpoint` itself: as the tensor is in the file.
-                self._keep_hash(name, rows, Checkpoint.read(self._checkpoint, [name], rows)[name])
+                self._keep_hash(name, rows, self._checkpoint.read([name], rows)[name])
         return self._exchange_hashes()
 
     def _exchange_hashes(self) -> list[dict[_Range, str]]:
@@ -123,16 +122,16 @@ class SameWeights:
         return [{_Range(*place): found for place, found in hashes} for hashes in everyone]
 
 
-def _require_same_files(mesh: Mesh, checkpoint: Checkpoint, config: Any) -> None:
+def _require_same_files(mesh: Mesh, checkpoint: StoredTensors, config: Any) -> None:
     """Raise ConfigError on all ranks if their configs, code or headers of weights differ."""
-    settings = json.loads(config.to_json_string(use_diff=False))
+    settings, stored = json.loads(config.to_json_string(use_diff=False)), checkpoint.stored
     require_alike(
         mesh,
-        checkpoint.folder,
+        stored.folder,
         {
-            "weights": checkpoint.description(),
+            "weights": [stored.description(), [[name, repr(each)] for name, each in checkpoint.quantized.items()]],
             "config.json": {name: value for name, value in settings.items() if name not in _OF_MACHINE},
-            "code": {path.name: path.read_text("utf-8", "replace") for path in checkpoint.folder.glob("*.py")},
+            "code": {path.name: path.read_text("utf-8", "replace") for path in stored.folder.glob("*.py")},
         },
     )
 

@@ -17,7 +17,8 @@ from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ForeignWriteWarning, IgnoredArgumentWarning, StreamingError, warn
 from horizon_lm.model.adapter_config import share_weights
 from horizon_lm.model.files.checkpoint_loader import parameter_names
-from horizon_lm.model.files.checkpoint_writer import checkpoint_tensors, save_pretrained
+from horizon_lm.model.files.checkpoint_writer import save_pretrained
+from horizon_lm.model.files.written_weights import stored_tensors
 
 
 def synchronize(model: Any) -> None:
@@ -75,7 +76,7 @@ def named_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
     engine = engine_of(model)
     engine.synchronize()
     model._horizon.replaced.require_structure()
-    yield from checkpoint_tensors(engine.parts, engine.store, dtype or engine.store.precision.weight_dtype)
+    yield from stored_tensors(engine.parts, engine.store, dtype or engine.store.precision.weight_dtype)
 
 
 class StreamedModel:

@@ -11,11 +11,9 @@ from torch import nn
 from horizon_lm.common.units import HEAD
 from horizon_lm.errors import CheckpointWarning, ConfigError, first_line, warn
 from horizon_lm.memory.store import Store
-from horizon_lm.model.files.buffers import fill_buffer
-from horizon_lm.model.files.checkpoint_reader import DTYPE_NAMES, Checkpoint
+from horizon_lm.model.files.checkpoint_reader import DTYPE_NAMES, StoredTensors, file_of
 from horizon_lm.model.files.conversion import Conversion, Target, find_conversion
-from horizon_lm.model.files.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
-from horizon_lm.model.files.weight_files import Header
+from horizon_lm.model.files.quantized_checkpoint import open_checkpoint, pack, require_untransposed
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.units import TRAINED_DTYPES
@@ -35,9 +33,6 @@ def may_be_missing(model: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-_FLOATING = {DTYPE_NAMES[dtype]: dtype for dtype in TRAINED_DTYPES}
-
-
 def check_folder(model: Any, folder: Path, quantization: Mapping[str, Any] | None) -> list[str]:
     """Check the weights of a folder, with this ``quantization_config`` if they are quantized, against a model; return warnings.
 
@@ -49,7 +44,7 @@ def check_folder(model: Any, folder: Path, quantization: Mapping[str, Any] | Non
 
 
 def check_headers(
-    model: Any, checkpoint: Checkpoint, conversion: Conversion, optional: Collection[str] = ()
+    model: Any, checkpoint: StoredTensors, conversion: Conversion, optional: Collection[str] = ()
 ) -> list[str]:
     """Check names, dtypes and shapes of a checkpoint, and return warnings.
 
@@ -63,25 +58,25 @@ def check_headers(
         ConfigError: a parameter is missing, duplicated, of another shape, or not in floating point; or the checkpoint
             has more blocks than the model.
     """
-    headers, expected = checkpoint.headers(), model.state_dict()
-    parameters = parameter_names(model)
+    folder, expected, parameters = checkpoint.stored.folder, model.state_dict(), parameter_names(model)
     # Parameters and buffers for which no tensor of the checkpoint has been found yet.
     missing, unset = set(parameters.values()), expected.keys() - parameters.keys()
     for target in conversion.targets:
         if target.name in parameters:
-            _require_trainable(target, headers, checkpoint)
-        for name, tensor in _converted_on_meta(model, checkpoint, target, headers).items():
+            _require_trainable(target, checkpoint)
+            require_untransposed(checkpoint, target, model)
+        for name, tensor in converted_on_meta(model, checkpoint, target).items():
             if name in expected:
                 _require_shape(name, tensor.shape, expected[name].shape)
             missing.discard(parameters.get(name, name))
             unset.discard(name)
     if required := missing - set(optional):
         raise ConfigError(
-            f"{checkpoint.folder} lacks {len(required)} of {len(set(parameters.values()))} parameters, for example "
+            f"{folder} lacks {len(required)} of {len(set(parameters.values()))} parameters, for example "
             f"{min(required)}; the folder does not hold a {type(model).__name__}"
         )
-    of_unused = _unused_warnings(model, checkpoint.folder, conversion.unused)
-    return [*of_unused, *_missing_warnings(model, checkpoint.folder, missing, unset)]
+    of_unused = _unused_warnings(model, folder, conversion.unused)
+    return [*of_unused, *_missing_warnings(model, folder, missing, unset)]
 
 
 def _missing_warnings(model: Any, folder: Path, parameters: Collection[str], buffers: Iterable[str]) -> Iterator[str]:
@@ -107,34 +102,29 @@ def parameter_names(model: Any) -> dict[str, str]:
     return names
 
 
-def _require_trainable(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:
+def _require_trainable(target: Target, checkpoint: StoredTensors) -> None:
     """Reject weights that cannot be trained, or that occur twice in the checkpoint."""
     for name in target.sources:
-        if headers[name].dtype not in _FLOATING:
+        if (dtype := checkpoint.meta(name).dtype) not in TRAINED_DTYPES:
             raise ConfigError(
-                f"{name} is {headers[name].dtype} in {checkpoint.file_of(name)}, but only floating-point weights of 16, 32 or "
+                f"{name} is {DTYPE_NAMES[dtype]} in {file_of(checkpoint, name)}, but only floating-point weights of 16, 32 or "
                 "64 bits can be trained; use a bf16 copy of the model"
             )
     if target.is_ambiguous:
         raise ConfigError(
-            f"{checkpoint.folder} has both {' and '.join(list(target.sources)[:2])}, which are the same parameter; remove "
+            f"{checkpoint.stored.folder} has both {' and '.join(list(target.sources)[:2])}, which are the same parameter; remove "
             "one of them"
         )
 
 
-def _converted_on_meta(
-    model: Any, checkpoint: Checkpoint, target: Target, headers: Mapping[str, Header]
-) -> dict[str, torch.Tensor]:
+def converted_on_meta(model: Any, checkpoint: StoredTensors, target: Target) -> dict[str, torch.Tensor]:
     """Convert the sources of a target as meta tensors, and return these by their names in the model; raise ConfigError if that fails."""
-    described = {
-        name: torch.empty(headers[name].shape, dtype=_FLOATING.get(headers[name].dtype), device="meta")
-        for name in target.sources
-    }
+    sources = {name: checkpoint.meta(name) for name in target.sources}
     try:
-        return target.convert(model, described)
+        return target.convert(model, sources)
     except Exception as error:  # transformers' conversions may raise any exception
         raise ConfigError(
-            f"{checkpoint.folder}: {next(iter(target.sources))} and related tensors cannot be converted to {target.name} "
+            f"{checkpoint.stored.folder}: {next(iter(sources))} and related tensors cannot be converted to {target.name} "
             f"({first_line(error)}); config.json does not belong to these weights"
         ) from error
 
@@ -188,7 +178,7 @@ def _reject_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None
                 )
 
 
-def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> list[ParamRef]:
+def load_weights(parts: ModelParts, store: Store, checkpoint: StoredTensors) -> list[ParamRef]:
     """Check a checkpoint and load it into the store. Emit a CheckpointWarning for tensors that are ignored or missing.
 
     Returns:
@@ -207,13 +197,15 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
     written: dict[str, str] = {}  # by parameter, the name of the tensor that it was read from last
     for target in conversion.targets:
-        if isinstance(checkpoint, QuantizedCheckpoint) and (full := parameters.get(target.name)) in store.codecs:
-            _load_packed(model, store, checkpoint, target, full)
-            written[full] = target.name
+        parameter = parameters.get(target.name)  # None for a buffer
+        is_packed = parameter in store.codecs and checkpoint.quantized.keys() >= target.sources.keys()
+        if parameter is not None and is_packed:
+            _load_packed(model, store, checkpoint, target, parameter)
+            written[parameter] = target.name
             continue
-        rows = _rows_to_read(store, target, parameters)
+        rows = None if parameter is None else _rows_to_read(store, target, parameter)
         first_row = 0 if rows is None else rows.start
-        for name, tensor in _read_target(model, checkpoint, target, rows, target.name in parameters).items():
+        for name, tensor in read_target(model, checkpoint, target, rows, must_be_finite=parameter is not None).items():
             if name in buffers:
                 fill_buffer(store, name, buffers[name], tensor)
             elif name in parameters:
@@ -222,21 +214,29 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
                     store.source_dtypes[full] = torch.float32 if full in store.in_float32 else tensor.dtype
                     store.write(full, tensor, first_row)
                 elif not store.holds(full, tensor, first_row):
-                    raise _not_tied(checkpoint.folder, written[full], name)
+                    raise _not_tied(checkpoint.stored.folder, written[full], name)
                 written[full] = name
     return [ref for ref in optional if ref.name not in written]
 
 
-def _read_target(
-    model: Any, checkpoint: Checkpoint, target: Target, rows: slice | None, is_parameter: bool
+def fill_buffer(store: Store, name: str, buffer: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the value that a file has for a buffer. If this may round it, the store keeps the file's value, too."""
+    buffer.copy_(source)
+    store.source_buffers.pop(name, None)  # of a file that was read before
+    if buffer.dtype not in (source.dtype, torch.float32):
+        store.source_buffers[name] = source.clone()
+
+
+def read_target(
+    model: Any, checkpoint: StoredTensors, target: Target, rows: slice | None = None, must_be_finite: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a target by their names in the model, or these rows of them; reject a parameter with NaN or infinity."""
+    """Return the tensors of a target by their names in the model, or these rows of them; reject NaN and infinity."""
     if rows is not None and target.is_stack:  # whose rows are tensors of the checkpoint
         target, rows = target.of_rows(rows), None
     tensors = checkpoint.read(list(target.sources), rows)
-    if is_parameter:
+    if must_be_finite:
         for name, tensor in tensors.items():
-            require_finite(name, tensor, checkpoint.file_of(name))
+            require_finite(name, tensor, file_of(checkpoint, name))
     return target.convert(model, tensors)
 
 
@@ -248,17 +248,15 @@ def _not_tied(folder: Path, first: str, second: str) -> ConfigError:
     )
 
 
-def _load_packed(model: Any, store: Store, checkpoint: QuantizedCheckpoint, target: Target, name: str) -> None:
+def _load_packed(model: Any, store: Store, checkpoint: StoredTensors, target: Target, name: str) -> None:
     """Load the codes and scales of a parameter into the store, and note the dtype of the weight that was quantized."""
     if store.owns(name):
         with store.packing(name) as packed:
-            checkpoint.pack(model, target, store.codecs[name], packed, store.shape(name))
+            pack(checkpoint, model, target, store.codecs[name], packed, store.shape(name))
     dtype = checkpoint.quantized[next(iter(target.sources))].dtype
     store.source_dtypes[name] = store.decoded_dtypes[name] = dtype
 
 
-def _rows_to_read(store: Store, target: Target, parameters: Mapping[str, str]) -> slice | None:
-    """Return the rows of a target that this rank reads (`Store.rows_to_read`); None if it reads all of the tensor."""
-    parameter = parameters.get(target.name)  # None for a buffer
-    can_be_read_in_rows = target.converter is None or target.is_stack
-    return store.rows_to_read(parameter) if parameter is not None and can_be_read_in_rows else None
+def _rows_to_read(store: Store, target: Target, parameter: str) -> slice | None:
+    """Return the rows of a target that this rank reads (`Store.rows_to_read`); None if it reads all of the parameter."""
+    return store.rows_to_read(parameter) if target.converter is None or target.is_stack else None

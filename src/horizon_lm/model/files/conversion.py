@@ -21,9 +21,9 @@ from transformers.core_model_loading import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A tensor of the model, and its sources in the checkpoint.
+    """A tensor of the model, and its sources in the checkpoint. Targets are compared by identity.
 
     Attributes:
         name: name of the tensor; the first name if a conversion returns several tensors.

@@ -6,7 +6,6 @@ DeepSeek-V3 and Qwen's FP8 models (``weight_scale_inv``), and of compressed-tens
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from horizon_lm.memory.codecs.bnb4bit import TABLES, Bnb4Bit
 from horizon_lm.memory.codecs.fp8 import Fp8
 from horizon_lm.memory.codecs.int4 import CODES_OF_WORD, Int4
 from horizon_lm.memory.codecs.mxfp4 import Mxfp4
-from horizon_lm.model.files.checkpoint_reader import Checkpoint
+from horizon_lm.model.files.checkpoint_reader import Checkpoint, QuantizedWeight
 from horizon_lm.model.files.weight_files import Header
 from horizon_lm.model.units import TRAINED_DTYPES
 
@@ -28,27 +27,6 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
 _INT4_SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NOT_DECODED = ("weight_zero_point", "weight_g_idx", "weight_global_scale")  # what INT4 may have in other schemes
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A quantized weight of a folder.
-
-    Attributes:
-        shape: its shape when decoded.
-        codec: its format.
-        sources: the tensors of its components in the folder, by the names of the codec.
-        dtype: the dtype of the weight that was quantized.
-        offset: the mean of its scales, which double quantization keeps in its state; None without double quantization.
-        shape_source: a tensor of the folder that has its shape, too; None if there is none.
-    """
-
-    shape: torch.Size
-    codec: Codec
-    sources: Mapping[str, str]
-    dtype: torch.dtype = torch.bfloat16
-    offset: float | None = None
-    shape_source: str | None = None
 
 
 def find_weights(checkpoint: Checkpoint, codec: Codec, headers: Mapping[str, Header]) -> dict[str, QuantizedWeight]:

@@ -96,9 +96,7 @@ class WeightFiles:
 
     def description(self) -> Any:
         """Return the names, files, dtypes and shapes of all tensors as plain data."""
-        return [
-            [name, self._file_of[name], each.dtype, [*each.shape]] for name, each in WeightFiles.headers(self).items()
-        ]
+        return [[name, self._file_of[name], each.dtype, [*each.shape]] for name, each in self.headers().items()]
 
     def by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the names by the file that has them."""

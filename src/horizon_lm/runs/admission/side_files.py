@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 
 from horizon_lm.common.disk import Disk, is_of_system
 from horizon_lm.common.units import HEAD
-from horizon_lm.model.files.buffers import persistent_buffers
 from horizon_lm.model.files.checkpoint_writer import header_bytes, write_configs
+from horizon_lm.model.files.written_weights import persistent_buffers
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.request import SideFiles
@@ -59,16 +58,9 @@ def _model_bytes(source: Source, itemsize: int) -> int:
         for unit, refs in parts.units.items()
         if not (unit == HEAD and parts.tied)
     ]
-    buffers = persistent_buffers(parts, _Names({name for names in units for name in names}))
+    buffers = persistent_buffers(parts, {name for names in units for name in names})
     num_bytes = sum(buffer.nbytes for buffer in buffers.values()) + header_bytes(model, [*units, buffers])
     return num_bytes + _bytes_written(lambda folder: write_configs(Disk(), model, folder, dtype), _CONFIG_BYTES)
-
-
-@dataclass(frozen=True)
-class _Names:
-    """The names of a model's parameters, in place of a `Store`."""
-
-    unit_of: set[str]
 
 
 def _tokenizer_bytes(outline: ModelOutline, tokenizer: Any) -> int:

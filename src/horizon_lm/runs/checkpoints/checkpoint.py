@@ -17,8 +17,9 @@ from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.memory.store import Store
 from horizon_lm.memory.unit_slabs import Slab
-from horizon_lm.model.files.buffers import fill_buffer, persistent_buffers, unrounded_buffers
-from horizon_lm.model.files.checkpoint_writer import main_dtype, write_configs
+from horizon_lm.model.files.checkpoint_loader import fill_buffer
+from horizon_lm.model.files.checkpoint_writer import write_configs
+from horizon_lm.model.files.written_weights import main_dtype, persistent_buffers, unrounded_buffers
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.runs.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
 from horizon_lm.runs.checkpoints.manifest import Manifest, read_json, verify_copies
@@ -224,7 +225,7 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimiz
             optimizer.load_scalars(content["optimizer"])
         with ThreadPoolExecutor(DISK_THREADS) as threads:
             list(threads.map(reader.read, files.values()))
-        own_buffers = persistent_buffers(engine.parts, store)
+        own_buffers = persistent_buffers(engine.parts, store.unit_of)
         for name, value in buffers.items():
             fill_buffer(store, name, own_buffers[name], value)
     store.source_dtypes.update({name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()})
@@ -307,7 +308,7 @@ def _require_moments(folder: Path, manifest: Manifest, store: Store, optimizer: 
 def _require_buffers(folder: Path, buffers: Mapping[str, torch.Tensor], engine: Engine) -> None:
     """Raise ConfigError unless a checkpoint and the model have the same buffers, in the same shapes."""
     saved = {name: each.shape for name, each in buffers.items()}
-    own = {name: each.shape for name, each in persistent_buffers(engine.parts, engine.store).items()}
+    own = {name: each.shape for name, each in persistent_buffers(engine.parts, engine.store.unit_of).items()}
     for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):
             raise ConfigError(

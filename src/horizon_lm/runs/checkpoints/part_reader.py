@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import torch
+
 from horizon_lm.common.ranges import length, overlap
 from horizon_lm.common.run_folders import UNITS
 from horizon_lm.errors import ConfigError
+from horizon_lm.model.files.checkpoint_reader import DTYPES
 from horizon_lm.runs.checkpoints.manifest import Manifest, TensorEntry
 from horizon_lm.runs.checkpoints.unit_file import Part, UnitFile
 
@@ -43,22 +46,39 @@ class PartReader:
                 raise ConfigError(
                     f"{self._folder} has {name} of another shape or dtype than the model, {shape} in {dtype}"
                 )
-            if sum(length(shared) for _, shared in self._overlaps(name, part)) != part.numel:
-                raise ConfigError(f"{self._folder} lacks a part of {name}; the checkpoint is damaged")
+            self._require_complete(name, part)
 
     def read(self, file: UnitFile) -> None:
         """Read into memory the parts of tensors that a unit's file of this rank would have, wherever they are saved."""
         for name, wanted in file.entries.items():
-            part, itemsize = wanted.part, len(wanted.memory) // max(1, wanted.part.numel)
-            for entry, shared in self._overlaps(name, part):
-                unread = wanted.memory[(shared.start - part.first) * itemsize : (shared.stop - part.first) * itemsize]
-                with (self._folder / entry.file).open("rb", buffering=0) as stream:
-                    stream.seek(entry.offset + (shared.start - entry.start) * itemsize)
-                    while unread:
-                        count = stream.readinto(unread)
-                        if not count:
-                            raise ConfigError(f"{stream.name} became shorter while it was read")
-                        unread = unread[count:]
+            self._fill(name, wanted.part, wanted.memory)
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """Return a tensor, joined from the parts that several ranks have written; raise ConfigError if one is missing."""
+        first = self._entries[name][0]
+        part = Part(0, first.shape)
+        self._require_complete(name, part)
+        tensor = torch.empty(first.shape, dtype=DTYPES[first.dtype])
+        self._fill(name, part, tensor.view(-1).view(torch.uint8).numpy().data)
+        return tensor
+
+    def _require_complete(self, name: str, part: Part) -> None:
+        """Raise ConfigError if the checkpoint lacks elements of a part of a tensor."""
+        if sum(length(shared) for _, shared in self._overlaps(name, part)) != part.numel:
+            raise ConfigError(f"{self._folder} lacks a part of {name}; the checkpoint is damaged")
+
+    def _fill(self, name: str, part: Part, memory: memoryview) -> None:
+        """Read the bytes of a part of a tensor into memory, from all files that have some of them."""
+        itemsize = len(memory) // max(1, part.numel)
+        for entry, shared in self._overlaps(name, part):
+            unread = memory[(shared.start - part.first) * itemsize : (shared.stop - part.first) * itemsize]
+            with (self._folder / entry.file).open("rb", buffering=0) as stream:
+                stream.seek(entry.offset + (shared.start - entry.start) * itemsize)
+                while unread:
+                    count = stream.readinto(unread)
+                    if not count:
+                        raise ConfigError(f"{stream.name} became shorter while it was read")
+                    unread = unread[count:]
 
     def _overlaps(self, name: str, part: Part) -> list[tuple[TensorEntry, slice]]:
         """Return the entries that have elements of a part, with the range of these elements in the whole tensor."""

@@ -24,7 +24,7 @@ from horizon_lm.model.gguf_rotary import frequency_factors
 from horizon_lm.model.quantization import quantization_of
 from horizon_lm.runs.checkpoints.new_folder import require_new, write_new, write_new_folder
 from horizon_lm.tools.gguf.reading import require_kept
-from horizon_lm.tools.gguf.tensors import Tensors
+from horizon_lm.tools.gguf.tensors import announce, file_tensors
 from horizon_lm.tools.gguf.tokenizer import Tokenizer, read_tokenizer
 
 FILE = "model.gguf"
@@ -83,7 +83,7 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
         notes = require_kept(architecture, config, header, source)
     conversion = find_conversion(skeleton, checkpoint.names)
     names = [name for name in checkpoint.names if name not in conversion.unused]
-    tensors = Tensors(architecture, config, checkpoint, names, getattr(torch, dtype) if dtype else None)
+    tensors = file_tensors(architecture, config, checkpoint, names, getattr(torch, dtype) if dtype else None)
     notes = [*check_headers(skeleton, checkpoint, conversion), *notes]
 
     is_file = file_of(target) == target
@@ -91,10 +91,11 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
     def fill(part: Path) -> None:
         """Write the file, whose header has the tensors' names and shapes."""
         with closing(_open_writer(config, tokenizer, part if is_file else part / FILE)) as writer:
-            tensors.announce(writer)
+            announce(writer, tensors)
             _write_metadata(writer)
             writer.write_ti_data_to_file()
-            tensors.write(writer)
+            for each in tensors:
+                writer.write_tensor_data(each)
 
     (write_new if is_file else write_new_folder)(target, fill)
     return Exported(notes + tokenizer.notes)
