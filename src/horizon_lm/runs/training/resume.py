@@ -3,12 +3,16 @@
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from horizon_lm.errors import ConfigError
+from horizon_lm.model.folder import weight_files
 from horizon_lm.planning.arithmetic.request import Request
 from horizon_lm.runs.checkpoints.checkpoint import read_state
 from horizon_lm.runs.checkpoints.finding import require_checkpoint
@@ -26,11 +30,11 @@ from horizon_lm.runs.training.resumable import (
 )
 from horizon_lm.runs.training.rows import RunData
 from horizon_lm.runs.training.run_state import FORMAT, ResumePoint, reading
-from horizon_lm.runs.training.starting_weights import sample_weights
 
 # Settings that the plan chooses, unless they are set.
 _OPEN_TO_PLAN = set(Request.names_of_choices()) - settings_with(OnResume.FREE)
 _VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
+_PIECES, _PIECE_BYTES = 256, 4096  # of each file of weights, by which they are identified
 
 
 def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
@@ -280,7 +284,7 @@ def starting_weights(point: ResumePoint | None, folder: Path, config: RunConfig)
     Raises:
         ConfigError: the folder has other weights, and changes are not allowed.
     """
-    present = sample_weights(folder, config.gguf_file)
+    present = _sample_weights(folder, config.gguf_file)
     if point is None:
         return present, []
     with reading(point):
@@ -291,6 +295,23 @@ def starting_weights(point: ResumePoint | None, folder: Path, config: RunConfig)
         named = f"{name_before} -> {name}" if name_before != name else name
         change = f"the weights of the model ({named}; a resumed run goes on with those of its checkpoint)"
         return before, _reject_or_warn(point, [change], config)
+
+
+def _sample_weights(folder: Path, gguf_file: str | None) -> str:
+    """Return the xxh3-128 of the sizes of a model's weight files, and of pieces that are spread evenly over each.
+
+    Weights of another model or training have another hash; the folder does not matter. Not all bytes are read, which may take long.
+    """
+    digest = xxhash.xxh3_128()
+    for path in weight_files(folder) if gguf_file is None else [folder / gguf_file]:
+        with path.open("rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            digest.update(size.to_bytes(8, "little"))
+            stride = max(_PIECE_BYTES, size // _PIECES)
+            for start in range(0, size, stride):
+                stream.seek(start)
+                digest.update(stream.read(_PIECE_BYTES))
+    return digest.hexdigest()
 
 
 def _reject_or_warn(

@@ -63,7 +63,7 @@ class Run:
         intervals: the steps after which the run does something besides training.
         admission: has made the plan, and finds a smaller one.
         day: the date on which the run has begun, which chat templates print.
-        weights: identifies the weights that the run has started from (`starting_weights.sample_weights`).
+        weights: identifies the weights that the run has started from (`resume.starting_weights`).
     """
 
     session: Session
