@@ -31,8 +31,8 @@ from horizon_lm.runs.checkpoints.plain_state import (
     restore_random_state,
     to_plain,
 )
-from horizon_lm.runs.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file
-from horizon_lm.runs.checkpoints.unit_file import LOW, UnitFile
+from horizon_lm.runs.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving
+from horizon_lm.runs.checkpoints.unit_file import LOW, UnitFile, unit_file
 
 BUFFERS, ARRAYS = "buffers.safetensors", "arrays.safetensors"
 

@@ -5,36 +5,33 @@ file (`schedule.build.save`). Files are written under a temporary name; the fold
 is on disk.
 """
 
-import json
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-import torch
 import xxhash
+from pydantic import TypeAdapter
 
 from horizon_lm.common.disk import Disk, part_of, publish_folder, write_file
-from horizon_lm.common.ranges import length, overlap
 from horizon_lm.common.run_folders import MANIFEST, UNITS, is_checkpoint
 from horizon_lm.common.units import Unit
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.errors import first_line, warn
-from horizon_lm.memory.layout.moments import MomentLayout, num_scales
-from horizon_lm.memory.layout.slabs import SlabLayout
 from horizon_lm.memory.unit_slabs import Slab
-from horizon_lm.optim.moments import Moments, scale_name
-from horizon_lm.runs.checkpoints.manifest import FileEntry, Manifest, TensorEntry, read_json
-from horizon_lm.runs.checkpoints.unit_file import LOW, WEIGHT, Part, Section, UnitFile, hash_file
+from horizon_lm.runs.checkpoints.manifest import FileEntry, Manifest, TensorEntry
+from horizon_lm.runs.checkpoints.unit_file import UnitFile, hash_file
 
 STATE = "training_state.json"
 _POLL_SECONDS = 0.02  # until the other ranks have written their parts
+# What a rank hands over to the first one: the entries of its files and of its tensors, and its error; empty if it has none.
+_ENTRIES = TypeAdapter(tuple[dict[str, FileEntry], list[TensorEntry], str])
 
 
 def file_name(slab: str, rank: int, num_ranks: int) -> str:
@@ -45,53 +42,6 @@ def file_name(slab: str, rank: int, num_ranks: int) -> str:
 def _entries_file(rank: int) -> str:
     """Return the name of the file by which a rank hands the entries of its files to the first one."""
     return f"rank{rank}.json"
-
-
-def unit_file(slab: Slab, moments: Moments | None) -> UnitFile:
-    """Return the layout of a slab's file: its weights, then its low halves, its moments and their scales, if there are any."""
-
-    def section(suffix: str, values: torch.Tensor, parts: Mapping[str, Part], own: slice) -> Section:
-        """Return the section for values of the slab's tensors. With several ranks, it is cut to ``own``, the range of this rank."""
-        return Section(suffix, values, parts) if slab.shard.is_whole else Section(suffix, values, _cut(parts, own), own)
-
-    sections = [section(WEIGHT, slab.weights, _parts(slab.layout), slab.own)]
-    if slab.low is not None:
-        sections.append(section(LOW, slab.low, _parts(slab.layout), slab.own))
-    if moments is not None:
-        of_slab = moments.slabs[slab]
-        sections += [
-            section(f".{name}", each.values, _parts(each.place.layout), each.place.own)
-            for name, each in of_slab.items()
-        ]
-        sections += [
-            section(f".{scale_name(name)}", each.scales, _scale_parts(each.place, slab), each.place.own_scales)
-            for name, each in of_slab.items()
-        ]
-    return UnitFile(sections)
-
-
-def _parts(layout: SlabLayout) -> dict[str, Part]:
-    """Return the tensors of a slab by their names."""
-    return {name: Part(entry.offset, tuple(entry.shape)) for name, entry in layout.entries.items()}
-
-
-def _scale_parts(moment: MomentLayout, slab: Slab) -> dict[str, Part]:
-    """Return the scales of an 8-bit moment by the names of their tensors."""
-    numels = {name: moment.layout.entries[name].numel for name in moment.scale_starts}
-    return {name: Part(moment.scale_starts[name], (num_scales(numel, slab.row),)) for name, numel in numels.items()}
-
-
-def _cut(parts: Mapping[str, Part], own: slice) -> dict[str, Part]:
-    """Return the tensors, or the flat parts of tensors, that lie in the range ``own`` of their slab."""
-    cut = {}
-    for name, part in parts.items():
-        shared = overlap(slice(part.start, part.start + part.numel), own)
-        if numel := length(shared):
-            is_whole = numel == part.numel
-            cut[name] = (
-                part if is_whole else Part(shared.start, (numel,), first=shared.start - part.start, whole=part.shape)
-            )
-    return cut
 
 
 class RateLimit:
@@ -152,6 +102,7 @@ class Saving:
             raise self.error
 
 
+@dataclass
 class CheckpointWriter:
     """Writes one checkpoint: units in several threads, then the other files, the manifest, and the folder's name.
 
@@ -167,34 +118,30 @@ class CheckpointWriter:
             writes the manifest, once the others have handed over what they wrote.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        files: Mapping[Slab, UnitFile],
-        manifest: Manifest,
-        contents: Mapping[str, bytes],
-        published: Callable[[], None],
-        disk: Disk,
-        rate_limit: RateLimit,
-        rank: int = 0,
-        num_ranks: int = 1,
-    ) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
-        self.saving = Saving(folder)
-        self._part = part_of(folder)  # the folder under its temporary name
-        self._files, self._manifest, self._contents, self._published = files, manifest, contents, published
-        self._disk, self._rate_limit = disk, rate_limit
+    folder: Path
+    files: Mapping[Slab, UnitFile]
+    manifest: Manifest
+    contents: Mapping[str, bytes]
+    published: Callable[[], None]
+    disk: Disk
+    rate_limit: RateLimit
+    rank: int = 0
+    num_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        self.saving = Saving(self.folder)
+        self._part = part_of(self.folder)  # the folder under its temporary name
         self._entries: dict[str, FileEntry] = {}
         self._tensors: dict[Slab, list[TensorEntry]] = {}
-        self._num_left, self._num_writing = len(files), 0  # files to be written, and threads that write one
+        self._num_left, self._num_writing = len(self.files), 0  # files to be written, and threads that write one
         self._changed = threading.Condition()  # held to change either
         self._began = time.perf_counter()
 
     def prepare(self, add_files: Callable[[Path], None]) -> None:
         """Create the folder under its temporary name, and add files that must be written before the training goes on."""
         try:
-            self._disk.remove(self._part)
-            self._disk.make_folder(self._part / UNITS)
+            self.disk.remove(self._part)
+            self.disk.make_folder(self._part / UNITS)
             add_files(self._part)
         except BaseException as error:
             self.abandon(error)
@@ -203,20 +150,20 @@ class CheckpointWriter:
 
     def end_without_files(self) -> Saving:
         """End a checkpoint of which this process writes nothing."""
-        self.saving._done.set()
+        self._end()
         return self.saving
 
     def moves(self) -> dict[Unit, list[Move]]:
         """Return the moves that write the files of each unit."""
         moves: dict[Unit, list[Move]] = {}
-        for slab, file in self._files.items():
+        for slab, file in self.files.items():
             moves.setdefault(slab.unit, []).append(_Write(self._write(slab, file), self._writing))
         return moves
 
     def write_units(self) -> None:
         """Write all units' files now, while nothing changes them."""
         with ThreadPoolExecutor(DISK_THREADS) as threads:
-            for slab, file in self._files.items():
+            for slab, file in self.files.items():
                 threads.submit(deque, self._write(slab, file), 0)  # runs the iterator to its end
 
     def attempt(self, call: Callable[[], None]) -> None:
@@ -236,8 +183,7 @@ class CheckpointWriter:
         with self._changed:
             self._changed.wait_for(lambda: self._num_writing == 0)
         if not self.saving.done:
-            self._remove_or_report()
-            self.saving._done.set()
+            self._end()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -268,12 +214,12 @@ class CheckpointWriter:
         """Write and hash a slab's file, chunk by chunk, and add its entries for the manifest; stop once the checkpoint has
         failed. Yield after each chunk, because a simulated device does other work in between (`_Write`).
         """
-        name, digest = file_name(slab.name, self._rank, self._num_ranks), xxhash.xxh3_128()
-        with self._disk.create(self._part / name, direct=True) as output:
+        name, digest = file_name(slab.name, self.rank, self.num_ranks), xxhash.xxh3_128()
+        with self.disk.create(self._part / name, direct=True) as output:
             for chunk in file.chunks():
                 if self.saving.error is not None:
                     return
-                self._rate_limit.wait(len(chunk))
+                self.rate_limit.wait(len(chunk))
                 output.write(chunk)
                 digest.update(chunk)
                 yield
@@ -281,46 +227,50 @@ class CheckpointWriter:
         self._tensors[slab] = list(_tensor_entries(name, file))
 
     def _finish(self) -> None:
-        """Publish the checkpoint, or remove it if anything has failed. Either ends it."""
-        saving = self.saving
+        """Publish the checkpoint, unless anything has failed, and end it."""
         try:
-            if saving.error is None and self._rank == 0:
+            if self.saving.error is None and self.rank == 0:
                 self._publish()
-            elif saving.error is None:
+            elif self.saving.error is None:
                 self._hand_over_entries()
         except Exception as error:
-            saving.error = error
-        if saving.error is not None:
-            self._remove_or_report()
-        saving.seconds = time.perf_counter() - self._began
-        saving._done.set()
+            self.saving.error = error
+        self._end()
 
-    def _hand_over_entries(self) -> None:
-        """Write the entries of this rank's files for the first rank, which adds them to the manifest."""
-        tensors = [asdict(entry) for slab in self._files for entry in self._tensors[slab]]
-        files = {name: asdict(entry) for name, entry in self._entries.items()}
-        content = json.dumps({"files": files, "tensors": tensors})
-        write_file(self._disk, self._part / _entries_file(self._rank), content.encode())
+    def _end(self) -> None:
+        """End the checkpoint. Of one that has failed, remove the files."""
+        if self.saving.error is not None:
+            self._remove_or_report()
+        self.saving.seconds = time.perf_counter() - self._began
+        self.saving._done.set()
+
+    def _hand_over_entries(self, error: str = "") -> None:
+        """Write the entries of this rank's files, or its error, for the first rank, which adds the entries to the manifest."""
+        content = _ENTRIES.dump_json((self._entries, self._own_tensors(), error))
+        write_file(self.disk, self._part / _entries_file(self.rank), content)
+
+    def _own_tensors(self) -> list[TensorEntry]:
+        """Return the entries of the tensors that this rank has written, in the order of the slabs."""
+        return [entry for slab in self.files for entry in self._tensors.get(slab, ())]
 
     def _publish(self) -> None:
         """Write the other files and the manifest, make everything durable, and give the folder its name. Wait for other ranks first."""
-        part, disk, folder = self._part, self._disk, self.saving.folder
+        part, disk = self._part, self.disk
         others = self._take_over_entries()
-        for name, content in self._contents.items():
+        for name, content in self.contents.items():
             with disk.create(part / name) as output:
                 output.write(content)
         for path in sorted(path for path in part.rglob("*") if path.is_file()):
             name = path.relative_to(part).as_posix()
             if name not in self._entries:
                 self._entries[name] = FileEntry(path.stat().st_size, hash_file(path))
-        tensors = [entry for slab in self._files for entry in self._tensors[slab]] + others
-        manifest = replace(self._manifest, files=self._entries, tensors=tensors)
+        manifest = replace(self.manifest, files=self._entries, tensors=self._own_tensors() + others)
         with disk.create(part / MANIFEST) as output:
             output.write(manifest.to_json())
         self.saving.num_bytes = manifest.num_bytes
-        if (moved_to := publish_folder(disk, folder, _is_replaceable)) is not None:
-            warn(f"{folder} was no checkpoint, and is now {moved_to}", RuntimeWarning)
-        self._published()
+        if (moved_to := publish_folder(disk, self.folder, _is_replaceable)) is not None:
+            warn(f"{self.folder} was no checkpoint, and is now {moved_to}", RuntimeWarning)
+        self.published()
 
     def _take_over_entries(self) -> list[TensorEntry]:
         """Wait until the other ranks have written their parts, and take over their entries (`_hand_over_entries`): add the entries of files
@@ -329,30 +279,29 @@ class CheckpointWriter:
         Raises:
             OSError: another rank could not write its part.
         """
-        tensors = []
-        for rank in range(1, self._num_ranks):
+        tensors = list[TensorEntry]()
+        for rank in range(1, self.num_ranks):
             path = self._part / _entries_file(rank)
             while not path.is_file():
                 if self.saving.error is not None:
                     raise self.saving.error
                 time.sleep(_POLL_SECONDS)
-            content = read_json(path)
-            if "error" in content:
-                raise OSError(f"rank {rank} could not write its part: {content['error']}")
-            self._entries |= {name: FileEntry(**entry) for name, entry in content["files"].items()}
-            tensors += [TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["tensors"]]
-            self._disk.remove(path)
+            files, of_rank, error = _ENTRIES.validate_json(path.read_bytes())
+            if error:
+                raise OSError(f"rank {rank} could not write its part: {error}")
+            self._entries |= files
+            tensors += of_rank
+            self.disk.remove(path)
         return tensors
 
     def _remove_or_report(self) -> None:
         """Remove the files of a failed checkpoint on the first rank. Other ranks write their error into a file for it instead."""
-        if self._rank:
+        if self.rank:
             with suppress(OSError):
-                content = json.dumps({"error": first_line(self.saving.error) if self.saving.error else "stopped"})
-                write_file(self._disk, self._part / _entries_file(self._rank), content.encode())
+                self._hand_over_entries(first_line(self.saving.error) if self.saving.error else "stopped")
             return
         with suppress(OSError):  # the next checkpoint of this name removes them
-            self._disk.remove(self._part)
+            self.disk.remove(self._part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,12 @@ import xxhash
 
 from horizon_lm.common.constants import PAGE
 from horizon_lm.common.quantities import page_aligned
-from horizon_lm.common.ranges import pieces
+from horizon_lm.common.ranges import length, overlap, pieces
+from horizon_lm.memory.layout.moments import MomentLayout, num_scales
+from horizon_lm.memory.layout.slabs import SlabLayout
+from horizon_lm.memory.unit_slabs import Slab
 from horizon_lm.model.files.checkpoint_reader import DTYPE_NAMES
+from horizon_lm.optim.moments import Moments, scale_name
 
 WEIGHT, LOW = "", ".low"
 _CHUNK_BYTES = 8 << 20  # of one write: large enough for any disk, small enough to limit its rate
@@ -172,3 +176,50 @@ def hash_file(path: Path) -> str:
     """Return the xxh3-128 of a file."""
     with path.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
+def unit_file(slab: Slab, moments: Moments | None) -> UnitFile:
+    """Return the layout of a slab's file: its weights, then its low halves, its moments and their scales, if there are any."""
+
+    def section(suffix: str, values: torch.Tensor, parts: Mapping[str, Part], own: slice) -> Section:
+        """Return the section for values of the slab's tensors. With several ranks, it is cut to ``own``, the range of this rank."""
+        return Section(suffix, values, parts) if slab.shard.is_whole else Section(suffix, values, _cut(parts, own), own)
+
+    sections = [section(WEIGHT, slab.weights, _parts(slab.layout), slab.own)]
+    if slab.low is not None:
+        sections.append(section(LOW, slab.low, _parts(slab.layout), slab.own))
+    if moments is not None:
+        of_slab = moments.slabs[slab]
+        sections += [
+            section(f".{name}", each.values, _parts(each.place.layout), each.place.own)
+            for name, each in of_slab.items()
+        ]
+        sections += [
+            section(f".{scale_name(name)}", each.scales, _scale_parts(each.place, slab), each.place.own_scales)
+            for name, each in of_slab.items()
+        ]
+    return UnitFile(sections)
+
+
+def _parts(layout: SlabLayout) -> dict[str, Part]:
+    """Return the tensors of a slab by their names."""
+    return {name: Part(entry.offset, tuple(entry.shape)) for name, entry in layout.entries.items()}
+
+
+def _scale_parts(moment: MomentLayout, slab: Slab) -> dict[str, Part]:
+    """Return the scales of an 8-bit moment by the names of their tensors."""
+    numels = {name: moment.layout.entries[name].numel for name in moment.scale_starts}
+    return {name: Part(moment.scale_starts[name], (num_scales(numel, slab.row),)) for name, numel in numels.items()}
+
+
+def _cut(parts: Mapping[str, Part], own: slice) -> dict[str, Part]:
+    """Return the tensors, or the flat parts of tensors, that lie in the range ``own`` of their slab."""
+    cut = {}
+    for name, part in parts.items():
+        shared = overlap(slice(part.start, part.start + part.numel), own)
+        if numel := length(shared):
+            is_whole = numel == part.numel
+            cut[name] = (
+                part if is_whole else Part(shared.start, (numel,), first=shared.start - part.start, whole=part.shape)
+            )
+    return cut
