@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.common.disk import Disk, replace, restore_folder, write_file
+from horizon_lm.common.disk import Disk, replacing, restore_folder, write_file
 from horizon_lm.errors import ConfigError, DoesNotFitError
 from horizon_lm.runs.checkpoints.new_folder import write_new_folder
 
@@ -19,19 +19,19 @@ class NoExchange(Disk):
         return False
 
 
-def _fill(text: str):
-    def fill(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "file").write_text(text)
-
-    return fill
+def replace(disk: Disk, target: Path, text: str, error: OSError | None = None) -> None:
+    with replacing(disk, target) as new:
+        new.part.mkdir()
+        (new.part / "file").write_text(text)
+        if error is not None:
+            raise error
 
 
 @pytest.mark.parametrize("disk", [Disk(), NoExchange()], ids=["exchange", "two renames"])
 def test_a_folder_is_replaced_whole(tmp_path, disk):
     target = tmp_path / "model"
     for text in ("first", "second"):
-        replace(disk, target, _fill(text))
+        replace(disk, target, text)
         assert (target / "file").read_text() == text
         assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
@@ -39,21 +39,17 @@ def test_a_folder_is_replaced_whole(tmp_path, disk):
 @pytest.mark.parametrize("disk", [Disk(), NoExchange()], ids=["exchange", "two renames"])
 def test_a_failed_fill_keeps_the_old_folder(tmp_path, disk):
     target = tmp_path / "model"
-    replace(disk, target, _fill("first"))
-
-    def fail(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "file").write_text("half")
-        raise OSError(28, "No space left on device")
+    replace(disk, target, "first")
 
     with pytest.raises(OSError, match="No space"):
-        replace(disk, target, fail)
+        replace(disk, target, "half", OSError(28, "No space left on device"))
     assert (target / "file").read_text() == "first"
+    assert os.listdir(tmp_path) == ["model"]
 
 
 def test_an_interrupted_replacement_is_undone(tmp_path):
     target = tmp_path / "model"
-    replace(Disk(), target, _fill("first"))
+    replace(Disk(), target, "first")
     target.rename(tmp_path / ".model.horizon-old")
     restore_folder(Disk(), target)
     assert (target / "file").read_text() == "first"

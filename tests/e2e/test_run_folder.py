@@ -85,7 +85,7 @@ def test_rows_are_opened_before_a_model_is_downloaded(base: dict[str, Any], tmp_
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make exports fail, as often as the number in the list says, after half of the weights."""
     left = [10**9]
-    write = disk._File.write
+    write = disk.OutputFile.write
 
     def write_half(file: Any, data: Any) -> None:
         if left[0] and memoryview(data).nbytes > 20_000:
@@ -94,7 +94,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise FULL
         write(file, data)
 
-    monkeypatch.setattr(disk._File, "write", write_half)
+    monkeypatch.setattr(disk.OutputFile, "write", write_half)
     monkeypatch.setattr(last_resort, "_RETRY_SECONDS", 0.0)
     return left
 

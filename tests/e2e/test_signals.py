@@ -63,7 +63,7 @@ SLOW_SAVING = """
 import time
 import horizon_lm.common.disk as disk
 from horizon_lm.runs.training.interrupts import Interrupts
-arrived, handle, create, write = [], Interrupts._handle, disk._File.__init__, disk._File.write
+arrived, handle, create, write = [], Interrupts._handle, disk.OutputFile.__init__, disk.OutputFile.write
 def note(self, *arguments):
     arrived.append(True)
     handle(self, *arguments)
@@ -76,7 +76,7 @@ def slow(self, data):
         while not arrived:
             time.sleep(0.01)
     write(self, data)
-Interrupts._handle, disk._File.__init__, disk._File.write = note, noted, slow
+Interrupts._handle, disk.OutputFile.__init__, disk.OutputFile.write = note, noted, slow
 """
 # Prints before the second batch of an evaluation, and goes on once a signal has arrived.
 SLOW_EVALUATION = """

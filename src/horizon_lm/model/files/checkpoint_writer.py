@@ -8,13 +8,12 @@ is written from its slab directly to the file.
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from horizon_lm.common.disk import Disk, new_file, part_of, sync_tree, write_file
+from horizon_lm.common.disk import Disk, new_file, new_files, write_file
 from horizon_lm.common.quantities import parse_bytes
 from horizon_lm.errors import CheckpointWarning, ConfigError, warn
 from horizon_lm.memory.store import Store
@@ -179,28 +178,14 @@ def _names(shard: Shard) -> Iterator[str]:
 
 
 def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Let transformers write the config and generation config of a model into a folder.
-
-    transformers replaces a file in place, and a crash would leave half of one. So it writes into a temporary folder, whose files
-    are moved into the real one once they are durable.
-    """
+    """Let transformers write the config and generation config of a model into a folder. A crash leaves no half of a file."""
     config = true_config(model)
     nested = [getattr(config, key, None) for key in config.sub_configs]
     for each in (config, *nested):
         if each is not None:
             each.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    part = part_of(folder / "config")
-    for left in folder.glob(f"{part.name}*"):  # left by a save that failed
-        disk.remove(left)
-    disk.make_folder(part)
-    try:
+    with new_files(disk, folder, "config") as part:
         config.save_pretrained(part)
         if model.can_generate():
             write_generation_config(model.generation_config, part)
-        sync_tree(disk, part)
-        for file in part.iterdir():
-            disk.rename(file, folder / file.name)
-    finally:
-        with suppress(OSError):  # the next save removes it
-            disk.remove(part)

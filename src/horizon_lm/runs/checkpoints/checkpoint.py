@@ -79,7 +79,6 @@ def save_checkpoint(
     engine, disk, folder = engine_of(model, "a checkpoint"), disk or Disk(), Path(folder)
     _require_between_steps(engine, optimizer)
     engine.saves.wait()  # until the last checkpoint is written
-    restore_folder(disk, folder)
     engine.foreign_writes.follow()
     contents = _other_files(engine, optimizer, state or {}, arrays or {})
     manifest = _manifest_of(engine, optimizer)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from horizon_lm.common.disk import Disk, error_number, is_new, is_of_system, part_of, replace
+from horizon_lm.common.disk import Disk, error_number, is_of_system, replacing
 from horizon_lm.common.quantities import format_bytes
 from horizon_lm.common.resources import disk_free
 from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_line, warn
@@ -80,12 +80,11 @@ def write_new(target: Path, fill: Callable[[Path], None]) -> None:
     disk = Disk()
     try:
         disk.make_folder(target.parent)
-        moved_to = replace(disk, target, fill, is_new)
-    except BaseException as error:
-        with suppress(OSError):
-            disk.remove(part_of(target))
-        if isinstance(error, Exception) and is_of_system(error):
+        with replacing(disk, target, may_delete=lambda old: False) as new:
+            fill(new.part)
+    except Exception as error:
+        if is_of_system(error):
             raise unwritable("OUT", target, error) from error
         raise
-    if moved_to is not None:
-        warn(f"{target} appeared meanwhile, and is now {moved_to}", RuntimeWarning)
+    if new.kept is not None:
+        warn(f"{target} appeared meanwhile, and is now {new.kept}", RuntimeWarning)

@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 from pydantic import TypeAdapter
 
-from horizon_lm.common.disk import Disk, part_of, publish_folder, write_file
+from horizon_lm.common.disk import Disk, Replacement, write_file
 from horizon_lm.common.run_folders import MANIFEST, UNITS, is_checkpoint
 from horizon_lm.common.units import Unit
 from horizon_lm.device.host_threads import DISK_THREADS
@@ -130,7 +130,8 @@ class CheckpointWriter:
 
     def __post_init__(self) -> None:
         self.saving = Saving(self.folder)
-        self._part = part_of(self.folder)  # the folder under its temporary name
+        self._replacement = Replacement(self.disk, self.folder, _is_replaceable)
+        self._part = self._replacement.part  # the folder under its temporary name
         self._entries: dict[str, FileEntry] = {}
         self._tensors: dict[Slab, list[TensorEntry]] = {}
         self._num_left, self._num_writing = len(self.files), 0  # files to be written, and threads that write one
@@ -140,7 +141,7 @@ class CheckpointWriter:
     def prepare(self, add_files: Callable[[Path], None]) -> None:
         """Create the folder under its temporary name, and add files that must be written before the training goes on."""
         try:
-            self.disk.remove(self._part)
+            self._replacement.begin()
             self.disk.make_folder(self._part / UNITS)
             add_files(self._part)
         except BaseException as error:
@@ -268,8 +269,9 @@ class CheckpointWriter:
         with disk.create(part / MANIFEST) as output:
             output.write(manifest.to_json())
         self.saving.num_bytes = manifest.num_bytes
-        if (moved_to := publish_folder(disk, self.folder, _is_replaceable)) is not None:
-            warn(f"{self.folder} was no checkpoint, and is now {moved_to}", RuntimeWarning)
+        self._replacement.publish()
+        if self._replacement.kept is not None:
+            warn(f"{self.saving.folder} was no checkpoint, and is now {self._replacement.kept}", RuntimeWarning)
         self.published()
 
     def _take_over_entries(self) -> list[TensorEntry]:
@@ -300,8 +302,7 @@ class CheckpointWriter:
             with suppress(OSError):
                 self._hand_over_entries(first_line(self.saving.error) if self.saving.error else "stopped")
             return
-        with suppress(OSError):  # the next checkpoint of this name removes them
-            self.disk.remove(self._part)
+        self._replacement.discard()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,11 @@
 """The checkpoints of a run: written in the background, and the oldest deleted once a newer one is on disk."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.common.disk import Disk, part_of
+from horizon_lm.common.disk import Disk, delete_folder, delete_parts
 from horizon_lm.common.quantities import format_bytes, format_seconds
 from horizon_lm.common.run_folders import checkpoints_in, is_checkpoint
 from horizon_lm.errors import ConfigError, StreamingError, first_line
@@ -64,8 +63,7 @@ class RunCheckpoints:
         """
         if not self._ranks.is_first:
             return []
-        for unfinished in self._folder.glob(".checkpoint-*.horizon-part"):  # of an interrupted run
-            self._disk.remove(unfinished)
+        delete_parts(self._disk, self._folder, "checkpoint-*")  # of an interrupted run
         last_step = -1  # of a checkpoint that belongs to this run
         if point is not None and point.folder.resolve().parent == self._folder.resolve():
             last_step = point.step
@@ -215,18 +213,9 @@ class RunCheckpoints:
         beyond_limit = deletable[: -self._limit] if self._limit else []
         for oldest in beyond_limit:
             self._kept = [path for path in self._kept if path != oldest]
-            self._delete(oldest)
+            delete_folder(self._disk, oldest)
         while self._replaced:
-            self._delete(self._replaced.pop())
-
-    def _delete(self, folder: Path) -> None:
-        """Delete a checkpoint, so that a crash leaves a whole one or none."""
-        part = part_of(folder)
-        with suppress(OSError):  # what is left is removed when the run is resumed
-            self._disk.remove(part)
-            self._disk.rename(folder, part)  # in one operation: half a checkpoint never has the name of a whole one
-            self._disk.sync(self._folder)  # also not after a power cut
-            self._disk.remove(part)
+            delete_folder(self._disk, self._replaced.pop())
 
     def _report_failure(self, step: int, error: BaseException) -> None:
         last = f"the last one is {self.last}" if self.last else "there is none yet"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from horizon_lm.common.disk import Disk, free_path, part_of, publish_folder, restore_folder, write_file
+from horizon_lm.common.disk import Disk, Replacement, delete_folder, free_path, restore_folder, write_file
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, convert_weights, share_weights
 from horizon_lm.model.generation import write_generation_config
@@ -169,32 +169,26 @@ class RunDir:
         import torch
 
         ranks, dtype = self.ranks, self._config.exported_dtype
-        # On the first rank, the folder that will get the name of the target.
-        scratch = part_of(target) if self._scratch is None else Path(self._scratch.name) / target.name
-        with ranks.failing_with_first("the folder of the model"):
-            if ranks.is_first:
-                restore_folder(self._disk, target)
-            self._disk.remove(scratch)
-            self._disk.make_folder(scratch)
-        moved_to = None
+        own = target if self._scratch is None else Path(self._scratch.name) / target.name
+        new = Replacement(self._disk, own, partial(self._is_ours, target))
         try:
+            with ranks.failing_with_first("the folder of the model"):
+                new.begin()
+                self._disk.make_folder(new.part)
             with ranks.failing_with_first("the export"):
-                model.save_pretrained(scratch, dtype=getattr(torch, dtype) if dtype else None)
+                model.save_pretrained(new.part, dtype=getattr(torch, dtype) if dtype else None)
                 if dtype:
-                    convert_weights(scratch, dtype)
-                share_weights(scratch)
+                    convert_weights(new.part, dtype)
+                share_weights(new.part)
                 if ranks.is_first:
-                    if (scratch / ADAPTER_CONFIG).is_file():  # PEFT writes none
-                        write_generation_config(model.generation_config, scratch)
-                    tokenizer.save_pretrained(scratch)
-                    moved_to = publish_folder(self._disk, target, partial(self._is_ours, target))
+                    if (new.part / ADAPTER_CONFIG).is_file():  # PEFT writes none
+                        write_generation_config(model.generation_config, new.part)
+                    tokenizer.save_pretrained(new.part)
+                    new.publish()
         except BaseException:
-            with suppress(OSError):
-                if ranks.is_first:
-                    restore_folder(self._disk, target)
-                self._disk.remove(scratch)
+            new.discard()
             raise
-        return "" if moved_to is None else f"{target} is not of this run, and is now {moved_to}"
+        return "" if new.kept is None else f"{target} is not of this run, and is now {new.kept}"
 
     def _is_ours(self, target: Path, old: Path) -> bool:
         """Return whether the folder ``old``, which was replaced at ``target``, may be deleted: it is of this run, or of an earlier one and
@@ -222,7 +216,7 @@ class RunDir:
         while self._config.save_total_limit and len(self._step_exports) > self._config.save_total_limit:
             oldest = self._step_exports.pop(0)
             if self.ranks.is_first:
-                self._disk.remove(oldest)
+                delete_folder(self._disk, oldest)
         return line
 
     def kept_artifacts(self, checkpoint: Path | None) -> str:
