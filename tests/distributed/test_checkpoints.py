@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +16,11 @@ import horizon_lm
 from horizon_lm.errors import ConfigError, DoesNotFitError, InterruptedRunError
 from horizon_lm.runs.checkpoints.checkpoint import save_checkpoint
 from horizon_lm.runs.checkpoints.manifest import read_manifest, verify, verify_copies
+from horizon_lm.runs.checkpoints.saving import Saving
 from horizon_lm.runs.config.load import as_config
-from horizon_lm.runs.training import last_resort
-from horizon_lm.runs.training.last_resort import LastResort
+from horizon_lm.runs.training import keeping
+from horizon_lm.runs.training.keeping import Keeper
 from horizon_lm.runs.training.ranks import Ranks
-from horizon_lm.runs.training.run_checkpoints import RunCheckpoints
 from horizon_lm.runs.training.run_dir import RunDir
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, build, train, whole
@@ -165,7 +164,7 @@ def test_copies_of_a_checkpoint_are_compared(pool: Pool, tmp_path: Path, how: st
 
 def exporting(rank: int, folder: str, how: str) -> tuple[str, list[str]]:
     """Export at the end of a training, where the first rank's folder fails at first, or for good until a signal arrives."""
-    last_resort._RETRY_SECONDS = last_resort._PATIENCE_SECONDS = 0.0
+    keeping._RETRY_SECONDS = keeping._PATIENCE_SECONDS = 0.0
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(Training(), device_mesh=mesh)
     train(model, optimizer, Training(steps=1), [rank])
@@ -178,16 +177,20 @@ def exporting(rank: int, folder: str, how: str) -> tuple[str, list[str]]:
         how in ("never", "checkpoint"),
     )
     run_dir.take()
-    run_dir._disk, run_dir.second = disk, None
-    write = partial(save_checkpoint, model=model, optimizer=optimizer)
-    checkpoints = RunCheckpoints(config, run_dir.path, said.append, model, write, None, ranks)
-    last = LastResort(
-        run_dir, said.append, lambda: "SIGTERM" if rank == 1 and next(looked) > 20 else "",
-        lambda: checkpoints.save_and_wait(1, {}, None) if how == "checkpoint" else None, lambda: checkpoints.last,
+    run_dir.disk, run_dir.second_place = disk, None
+
+    def write(folder: Path, step: int, **options: Any) -> Saving:
+        if how != "checkpoint":
+            raise OSError("no checkpoint can be written")
+        return save_checkpoint(folder, model, optimizer, **(options | {"disk": None}))
+
+    keeper = Keeper(
+        config, run_dir, model, SimpleNamespace(save_pretrained=lambda part: None), write, said.append,
+        requested=lambda: "SIGTERM" if rank == 1 and next(looked) > 20 else "",
     )  # fmt: skip
     try:
         with run_dir:
-            last.export(model, SimpleNamespace(save_pretrained=lambda part: None))
+            keeper.export(1)
     except (DoesNotFitError, InterruptedRunError) as error:
         return f"{type(error).__name__}: {error}", said
     return "", said

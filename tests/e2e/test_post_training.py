@@ -18,6 +18,7 @@ import horizon_lm
 from horizon_lm.errors import ConfigError, NonFiniteError
 from horizon_lm.runs.admission.inputs import RowShape, fetch_source, open_source
 from horizon_lm.runs.admission.run_plan import make_request
+from horizon_lm.runs.checkpoints.checkpoint import save_checkpoint
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.config.run import TRACKERS
 from horizon_lm.runs.data.batch import Batch
@@ -26,6 +27,7 @@ from horizon_lm.runs.objective.base import Loss
 from horizon_lm.runs.training import callbacks as run_callbacks
 from horizon_lm.runs.training import metrics, trackers, train
 from horizon_lm.runs.training.evaluation import Evaluation
+from horizon_lm.runs.training.keeping import Keeper
 from horizon_lm.runs.training.metrics import StepResult
 from horizon_lm.runs.training.rows import load_data
 from horizon_lm.runs.training.run_dir import RunDir
@@ -131,12 +133,14 @@ def test_default_export_dtype(base: dict[str, Any], model: Path, tmp_path: Path,
 
 
 def test_message_of_an_interrupt(base: dict[str, Any]) -> None:
-    folder = RunDir(as_config(base))
-    assert "There is no checkpoint yet; run the same command again to start over" in folder.kept_artifacts(None)
-    assert "Run the same command again to go on from there" in folder.kept_artifacts(folder.path / "checkpoint-3")
-    folder._step_exports.append(folder.path / "checkpoint-3")  # with save_only_model
-    assert "checkpoint-3. With save_only_model a run cannot be resumed" in folder.kept_artifacts(None)
-    assert "--overwrite_output_dir true" in folder.kept_artifacts(None)
+    config = as_config(base)
+    keeper = Keeper(config, RunDir(config), None, None, save_checkpoint, print, requested=lambda: "")
+    assert "There is no checkpoint yet; run the same command again to start over" in keeper.kept_artifacts()
+    keeper.exports.add(keeper.exports.path(3))  # with save_only_model
+    assert "checkpoint-3. With save_only_model a run cannot be resumed" in keeper.kept_artifacts()
+    assert "--overwrite_output_dir true" in keeper.kept_artifacts()
+    keeper.checkpoints.add(keeper.checkpoints.path(3))
+    assert "Run the same command again to go on from there" in keeper.kept_artifacts()
 
 
 def test_split_of_an_eval_set(base: dict[str, Any]) -> None:

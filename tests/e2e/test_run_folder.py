@@ -25,9 +25,9 @@ from horizon_lm.runs.checkpoints.manifest import read_manifest, verify
 from horizon_lm.runs.checkpoints.new_folder import unwritable
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.training import callbacks as run_callbacks
-from horizon_lm.runs.training import last_resort, saver, train
+from horizon_lm.runs.training import keeping, saver, train
+from horizon_lm.runs.training.keeping import Keeper
 from horizon_lm.runs.training.line_file import LineFile
-from horizon_lm.runs.training.run_checkpoints import RunCheckpoints
 from horizon_lm.runs.training.run_dir import RunDir
 from horizon_lm.runs.training.samples import SamplePrompts
 from horizon_lm.runs.training.tracing import Tracing
@@ -95,7 +95,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         write(file, data)
 
     monkeypatch.setattr(disk.OutputFile, "write", write_half)
-    monkeypatch.setattr(last_resort, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(keeping, "_RETRY_SECONDS", 0.0)
     return left
 
 
@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_written_to_any_more(
 ) -> None:
     """The model goes to the second place, which the last lines name."""
     full_disk[0], create = 0, disk.Disk.create
-    monkeypatch.setattr(last_resort, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(keeping, "_PATIENCE_SECONDS", 0.0)
 
     def fail(self: Any, path: Path, **options: Any) -> Any:
         if folder_of(base) in path.parents and "model" in str(path.relative_to(folder_of(base))):
@@ -209,8 +209,8 @@ def test_an_interrupted_wait_leaves_a_checkpoint(base: dict[str, Any], tmp_path:
     setup = """
 from pathlib import Path
 from horizon_lm.common.disk import Disk
-from horizon_lm.runs.training.run_dir import RunDir
-make, RunDir.elsewhere = Disk.make_folder, lambda self, what: None
+from horizon_lm.runs.training import run_dir
+make, run_dir.find_second_place = Disk.make_folder, lambda config, num_bytes: None
 def fail(self, path):
     if path.name == ".model.horizon-part":
         raise PermissionError(1, "Operation not permitted")
@@ -262,12 +262,12 @@ def test_a_limit_on_the_size_of_files(base: dict[str, Any], tmp_path: Path) -> N
     setup = f"""
 import re
 import resource
-from horizon_lm.runs.training.last_resort import LastResort
-export = LastResort.export
+from horizon_lm.runs.training.keeping import Keeper
+export = Keeper.export
 def limited(*arguments):
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, {resource.RLIM_INFINITY}))
     export(*arguments)
-LastResort.export = limited
+Keeper.export = limited
 """
     path = tmp_path / "run.yaml"
     path.write_text("".join(f"{key}: {value}\n" for key, value in base.items()))
@@ -469,7 +469,7 @@ def broken(*arguments: Any, **options: Any) -> Any:
         (Tracing, "_end_step", "trace.json failed"),
         (RunDir, "append_samples", "answering sample_prompts failed"),
         (RunDir, "draw_loss", "loss.png failed"),
-        (RunCheckpoints, "save", "saving checkpoint-1 failed"),
+        (Keeper, "save", "saving checkpoint-1 failed"),
         (saver, "save_checkpoint", "the checkpoint of step 1 was not written"),
     ],
 )

@@ -23,7 +23,7 @@ from horizon_lm.runs.checkpoints.unit_file import UnitFile
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.training.best_model import eval_metrics
 from horizon_lm.runs.training.intervals import Intervals
-from horizon_lm.runs.training.run_checkpoints import RunCheckpoints
+from horizon_lm.runs.training.keeping import Keeper
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
@@ -86,7 +86,7 @@ def test_save_on_signal_seconds(
 ) -> None:
     """A checkpoint that would take too long is left out, and the run names the one before."""
     settings = {"save_strategy": "steps", "save_steps": 2, "save_on_signal_seconds": seconds}
-    runs.before_step[5] = lambda: runs.loops[-1].saver.checkpoints.wait()  # which is on its way to the disk
+    runs.before_step[5] = lambda: runs.loops[-1].keeper.wait()  # which is on its way to the disk
     message, lines = interrupted(runs, base | settings | {"output_dir": str(tmp_path / "run")})
     assert checkpoints(tmp_path / "run") == kept
     assert kept[-1] in message
@@ -109,15 +109,15 @@ def test_a_checkpoint_takes_as_long_as_the_one_before(
     limit: float, last: str,
 ) -> None:  # fmt: skip
     """Memory that no checkpoint has, such as gradients and the base of adapters, takes no time."""
-    report = RunCheckpoints.report
+    report = Keeper.report_saved
 
-    def report_500_seconds(own: RunCheckpoints) -> None:
+    def report_500_seconds(own: Keeper) -> None:
         if own._running is not None:
             own._running[1].seconds = 500.0
         report(own)
 
-    monkeypatch.setattr(RunCheckpoints, "report", report_500_seconds)
-    runs.before_step[5] = lambda: runs.loops[-1].saver.checkpoints.wait()
+    monkeypatch.setattr(Keeper, "report_saved", report_500_seconds)
+    runs.before_step[5] = lambda: runs.loops[-1].keeper.wait()
     saves = {"save_strategy": "steps", "save_steps": 4, "save_on_signal_seconds": limit}
     message, _ = interrupted(runs, base | saves | settings | {"output_dir": str(tmp_path / "run")})
     assert last in message
@@ -127,20 +127,20 @@ def test_a_checkpoint_that_is_being_written_may_use_the_seconds(
     runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of step 5 would take too long, but that of step 4 is on its way, and can be in time."""
-    monkeypatch.setattr(RunCheckpoints, "seconds", lambda self: 1e9)
-    arrived, limited, waited = threading.Event(), saving.RateLimit.wait, RunCheckpoints.wait
+    monkeypatch.setattr(Keeper, "seconds", property(lambda self: 1e9, lambda self, seconds: None), raising=False)
+    arrived, limited, waited = threading.Event(), saving.RateLimit.wait, Keeper.wait
 
     def write_after_the_signal(limit: saving.RateLimit, num_bytes: int) -> None:
         limited(limit, num_bytes)
         arrived.wait(60)
 
-    def wait(own: RunCheckpoints, seconds: float | None = None) -> None:
+    def wait(own: Keeper, seconds: float | None = None) -> None:
         if seconds is not None:  # only after a signal
             arrived.set()
         waited(own, seconds)
 
     monkeypatch.setattr(saving.RateLimit, "wait", write_after_the_signal)
-    monkeypatch.setattr(RunCheckpoints, "wait", wait)
+    monkeypatch.setattr(Keeper, "wait", wait)
     settings = {"save_strategy": "steps", "save_steps": 4, "save_on_signal_seconds": 100.0}
     message, _ = interrupted(runs, base | settings | {"output_dir": str(tmp_path / "run")})
     assert checkpoints(tmp_path / "run") == ["checkpoint-4"]
@@ -257,7 +257,7 @@ def test_the_last_model_is_exported_if_it_cannot_be_kept(
         "warmup_steps": 0, "save_strategy": "no", "output_dir": str(tmp_path / "run"),
     }  # fmt: skip
     lines: list[str] = []
-    monkeypatch.setattr(RunCheckpoints, "save_and_wait", lambda *_: None)
+    monkeypatch.setattr(Keeper, "save_somewhere", lambda *_: None)
     horizon_lm.train(settings, print_fn=lines.append)
     assert any("the last model cannot be kept beside the best one" in line for line in lines)
     assert [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())][

@@ -98,12 +98,12 @@ Interrupts._handle, evaluation.batch_from = note, slow
 """
 SLOW_EXPORT = """
 import os, signal
-from horizon_lm.runs.training.run_dir import RunDir
-write = RunDir.write_model
-def interrupted(self, *args):
+from horizon_lm.runs.training import keeping
+write = keeping.write_model
+def interrupted(*args):
     os.kill(os.getpid(), signal.SIGTERM)
-    return write(self, *args)
-RunDir.write_model = interrupted
+    return write(*args)
+keeping.write_model = interrupted
 """
 
 # Sends seven more signals when the last message is printed.

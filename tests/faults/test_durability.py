@@ -5,7 +5,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +18,10 @@ from horizon_lm.common.run_folders import checkpoints_in
 from horizon_lm.errors import ConfigError
 from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.runs.checkpoints.manifest import read_manifest, verify
+from horizon_lm.runs.checkpoints.saving import Saving
+from horizon_lm.runs.training.keeping import Keeper
 from horizon_lm.runs.training.line_file import LineFile
-from horizon_lm.runs.training.run_checkpoints import RunCheckpoints
+from horizon_lm.runs.training.ranks import Ranks
 from tests.support.checkpointed_training import digest, opened
 from tests.support.recorded_disk import ModelDisk, Operation, RecordedDisk, Tree
 from tests.support.training_steps import step
@@ -33,18 +34,22 @@ def record_run(disk: RecordedDisk, folder: Path) -> States:
     """Write two checkpoints as a run does, keeping one, and return what was in memory at each."""
     model, optimizer = opened()
     config: Any = SimpleNamespace(save_total_limit=1, save_bandwidth=None, overwrite_output_dir=False)
+    run_dir: Any = SimpleNamespace(path=folder, disk=disk, ranks=Ranks())
     said: list[str] = []
 
     def add_files(part: Path) -> None:
         (part / "tokenizer.json").write_text("{}")
 
-    write = partial(save_checkpoint, model=model, optimizer=optimizer, arrays={"r": torch.ones(2)}, add_files=add_files)
-    run = RunCheckpoints(config, folder, said.append, model, write, None, disk=disk)
+    def write(folder: Path, step: int, **options: Any) -> Saving:
+        options |= {"state": {"step": step}, "arrays": {"r": torch.ones(2)}, "add_files": add_files}
+        return save_checkpoint(folder, model, optimizer, **options)
+
+    run = Keeper(config, run_dir, model, None, write, said.append, requested=lambda: "")
     states = {}
     for number in (1, 2):
         step(model, optimizer, number)
         states[number] = digest(model, optimizer)
-        run.save(number, {"step": number})
+        run.save(number)
         run.wait()
         assert said.pop().startswith(f"{folder / f'checkpoint-{number}'}: ")
         disk.note("report", str(number))

@@ -19,9 +19,10 @@ pytest.importorskip("xxhash", reason="needs the whole installation")
 import horizon_lm
 from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, InterruptedRunError
 from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.runs.checkpoints.saving import Saving
 from horizon_lm.runs.config.load import as_config
-from horizon_lm.runs.training import last_resort, output_folder, run_dir
-from horizon_lm.runs.training.last_resort import LastResort
+from horizon_lm.runs.training import keeping, output_folder, run_dir
+from horizon_lm.runs.training.keeping import Keeper
 from horizon_lm.runs.training.ranks import Ranks
 from horizon_lm.runs.training.run_dir import RunDir
 from tests.support.checkpointed_training import digest, opened
@@ -130,38 +131,39 @@ class Run:
     optimizer: Any = None  # one training for all tests
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, patience: float = 0.0) -> None:
-        patch.setattr(last_resort, "_RETRY_SECONDS", 0.0)
-        patch.setattr(last_resort, "_PATIENCE_SECONDS", patience)
+        patch.setattr(keeping, "_RETRY_SECONDS", 0.0)
+        patch.setattr(keeping, "_PATIENCE_SECONDS", patience)
         if Run.model is None:
             Run.model, Run.optimizer = opened()
             step(Run.model, Run.optimizer, 0)
         self.weights = {name: value.clone() for name, value in horizon_lm.named_weights(self.model)}
         self.output, self.second = folder / "output" / "run", folder / "second"
         self.second.mkdir(parents=True, exist_ok=True)
-        settings = {"model_name_or_path": "m", "datasets": "d", "output_dir": str(self.output)}
-        self.run_dir = RunDir(as_config(settings))
-        self.run_dir.take()
         self.said: list[str] = []
-        self.checkpoint: Path | None = None
+        self.take()
 
-    def save_checkpoint(self) -> Path | None:
-        for place in (self.output / "checkpoint-1", self.second / "run-checkpoint-1"):
-            try:
-                save_checkpoint(place, self.model, self.optimizer)
-            except OSError:
-                continue
-            self.checkpoint = place
-            return place
-        return None
+    def take(self, **settings: Any) -> None:
+        """Take the folder of the run."""
+        given = {"model_name_or_path": "m", "datasets": "d", "output_dir": str(self.output), **settings}
+        self.run_dir = RunDir(as_config(given))
+        self.run_dir.take()
+        self.run_dir.second_place = self.second
+        self.keeper = Keeper(
+            as_config(given), self.run_dir, self.model, Tokenizer(), self.write_checkpoint, self.said.append,
+            requested=lambda: "SIGTERM" if next(self.looked) >= self.polls else "",
+        )  # fmt: skip
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return self.keeper.last
+
+    def write_checkpoint(self, folder: Path, step: int, **options: Any) -> Saving:
+        return save_checkpoint(folder, self.model, self.optimizer, **options)
 
     def export(self, polls: int = 3) -> None:
         """Export. A signal arrives when the run has looked for one so often."""
-        looked = count()
-        self.run_dir.second = self.second
-        LastResort(
-            self.run_dir, self.said.append,
-            lambda: "SIGTERM" if next(looked) >= polls else "", self.save_checkpoint, lambda: self.checkpoint,
-        ).export(self.model, Tokenizer())  # fmt: skip
+        self.looked, self.polls = count(), polls
+        self.keeper.export(1)
 
     def require_model(self, place: Path) -> None:
         """Assert that a folder has the whole model, and nothing half-written lies beside it."""
@@ -197,7 +199,7 @@ def test_an_operation_that_fails_once_is_tried_again(tmp_path: Path, monkeypatch
         with system.active():
             run.export()
         run.require_model(run.output / "model")
-        assert run.run_dir.model_dir == run.output / "model"
+        assert run.keeper.model_dir == run.output / "model"
         assert not list(run.second.iterdir())
         if not system.failed:
             break
@@ -221,12 +223,12 @@ def test_a_folder_that_stays_broken_is_replaced_by_the_second_place(
         system = FaultySystem([run.output], at, number, stays=True)
         with system.active():
             run.export()
-        run.require_model(run.run_dir.model_dir)
+        run.require_model(run.keeper.model_dir)
         if not system.failed:
             break
-        if run.run_dir.model_dir == run.output / "model":  # the failure was one that costs nothing
+        if run.keeper.model_dir == run.output / "model":  # the failure was one that costs nothing
             continue
-        assert run.run_dir.model_dir == run.second / "run-model"
+        assert run.keeper.model_dir == run.second / "run-model"
         assert f"The trained model is in {run.second / 'run-model'} instead" in run.said[-1]
         full = f"output_dir: no space is left for {run.output} ("
         large = f"output_dir: {run.output} takes no file of this size ("
@@ -251,7 +253,7 @@ def test_both_places_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sec
             except (ConfigError, DoesNotFitError, InterruptedRunError) as found:
                 error = found
         if error is None:
-            run.require_model(run.run_dir.model_dir)
+            run.require_model(run.keeper.model_dir)
         elif run.checkpoint is not None:
             assert isinstance(error, InterruptedRunError)
             assert f"Kept: {run.checkpoint}. Run the same command again" in str(error)
@@ -272,9 +274,9 @@ def test_both_places_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sec
 def test_it_waits_and_repeats_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a second place and a checkpoint it does not end by itself; when the folder is back, the model is there."""
     run = Run(tmp_path, monkeypatch)
-    monkeypatch.setattr(last_resort, "_REPEAT_SECONDS", 0.0)
-    monkeypatch.setattr(run, "save_checkpoint", lambda: None)
-    monkeypatch.setattr(RunDir, "elsewhere", lambda self, what: None)
+    monkeypatch.setattr(keeping, "_REPEAT_SECONDS", 0.0)
+    monkeypatch.setattr(run.keeper, "save_somewhere", lambda step: None)
+    run.run_dir.second_place = None
     system = FaultySystem([run.output], 0, errno.EROFS, stays=True)
     tries, agree = count(), Ranks.agree
 
@@ -295,8 +297,8 @@ def test_it_waits_and_repeats_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_with_a_checkpoint_it_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch)
-    monkeypatch.setattr(last_resort, "_SAVED_SECONDS", 0.0)
-    monkeypatch.setattr(RunDir, "elsewhere", lambda self, what: None)
+    monkeypatch.setattr(keeping, "_SAVED_SECONDS", 0.0)
+    run.run_dir.second_place = None
     system = FaultySystem([run.output / ".model", run.output / "model"], 0, errno.EPERM, stays=True)
     with (
         system.active(),
@@ -343,13 +345,11 @@ def test_a_model_to_be_overwritten_is_deleted_only_as_it_was(
 ) -> None:
     run = Run(tmp_path, monkeypatch)
     run.export()
-    run.run_dir._lock.release()
-    settings = {"model_name_or_path": "m", "datasets": "d", "output_dir": str(run.output), "overwrite_output_dir": True}
+    run.run_dir.__exit__()
     (run.output / "config.yaml").write_text("# horizon-lm\n")
     for module in (run_dir, output_folder):
         monkeypatch.setattr(module, "holds_a_run", lambda folder: True)
-    run.run_dir = RunDir(as_config(settings))
-    run.run_dir.take()
+    run.take(overwrite_output_dir=True)
     if changed:
         (run.output / "model" / "notes.txt").write_text("mine")
     run.export()
@@ -388,18 +388,20 @@ def test_a_folder_that_is_no_checkpoint_is_kept_by_one(tmp_path: Path, monkeypat
 
 
 def test_the_second_place_is_checked_before_the_training(tmp_path: Path) -> None:
-    def find(num_bytes: int = 100, **settings: Any) -> RunDir:
+    def find(num_bytes: int = 100, **settings: Any) -> Path | None:
+        """Return the place of a model that cannot be written into the folder of its run."""
         given = {"model_name_or_path": "m", "datasets": "d", "output_dir": str(tmp_path / "run"), **settings}
         with RunDir(as_config(given)) as run_dir:
             run_dir.take(num_bytes)
-        return run_dir
+            keeper = Keeper(as_config(given), run_dir, None, None, save_checkpoint, print, requested=lambda: "")
+            return keeper._write_elsewhere("model", lambda place: None)
 
-    assert find().elsewhere("model") is not None
-    assert find(num_bytes=2**60).elsewhere("model") is None
-    chosen = find(fallback_dir=str(tmp_path / "new" / "place"))
-    assert chosen.elsewhere("model") == tmp_path / "new" / "place" / "run-model"
+    assert find() is not None
+    assert find(num_bytes=2**60) is None
+    chosen = {"fallback_dir": str(tmp_path / "new" / "place")}
+    assert find(**chosen) == tmp_path / "new" / "place" / "run-model"
     (tmp_path / "new" / "place" / "run-model").mkdir()
-    assert chosen.elsewhere("model") == tmp_path / "new" / "place" / "run-model-1"
+    assert find(**chosen) == tmp_path / "new" / "place" / "run-model-1"
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"fallback_dir: .*file is a file"):
         find(fallback_dir=str(tmp_path / "file"))

@@ -23,7 +23,7 @@ from horizon_lm.runs.data.chat_template import read_template
 from horizon_lm.runs.data.findings import TRAINING
 from horizon_lm.runs.data.first_rows import check_first_rows
 from horizon_lm.runs.training.best_model import require_known_metric
-from horizon_lm.runs.training.output_folder import RunLock, output_folder, require_usable, require_writable
+from horizon_lm.runs.training.output_folder import output_folder, require_unlocked, require_usable, require_writable
 from horizon_lm.runs.training.resumable import checkpoints_to_resume, names_checkpoint, require_same_training
 from horizon_lm.runs.training.trackers import require_packages
 
@@ -167,7 +167,7 @@ def _require_checkpoint(config: RunConfig) -> None:
 
 
 def _require_output(config: RunConfig) -> None:
-    RunLock(output_folder(config)).require_free()
+    require_unlocked(output_folder(config))
     require_usable(config, resumes=config.resume_from_checkpoint is not False)
 
 

@@ -76,7 +76,8 @@ class Evaluation(Part):
         if self._config.load_best_model_at_end:
             with self._saver.saving_on_fault(step):
                 self.run(step)
-            self._saver.load_best(step, is_last=self._best.step == step)
+            if self._best.step != step:
+                self._saver.keeper.load_best(step)
 
     def evaluate_rows(self, step: int) -> dict[str, Any]:
         """Evaluate all eval sets and return their mean losses as a line of metrics.

@@ -44,6 +44,7 @@ class Loop:
         step_timeout = self.settings.config.step_timeout
         self.first_step, self.non_finite = FirstStep(run, training), NonFinite(run, training)
         self.saver = Saver(run, training)
+        self.keeper = self.saver.keeper
         self.evaluation = Evaluation(run, training, self.saver, self.stop_if_interrupted)
         busy_cores = BusyCores(run)
         self.parts: list[Part] = [  # at each moment in this order
@@ -87,7 +88,7 @@ class Loop:
         self.callbacks.begin(
             self.model, self.tokenizer, self.optimizer, self.scheduler, self.intervals, self.reporter.print, step
         )
-        self.interrupts.finish_steps(self.saver.kept_artifacts)
+        self.interrupts.finish_steps(self.keeper.kept_artifacts)
         if point is None:
             self.evaluation.loss_before.value = self.evaluation.run(0)
         elif not self.saver.step_is_complete.value:
@@ -142,7 +143,7 @@ class Loop:
         if not reason:  # a signal may have arrived since, which counts after the next step
             return
         self.interrupts.requested = reason
-        if self.settings.config.save_on_signal and step > 0 and not self.run_dir.is_exported:
+        if self.settings.config.save_on_signal and step > 0 and not self.keeper.is_exported:
             self.saver.save_before_deadline(step)
         for part in self.parts:
             part.finish(step)
@@ -174,16 +175,16 @@ class Loop:
             self.saver.save_somewhere_or_export(step)
         else:  # also with an error after the last step, when the model is complete
             self.evaluation.load_best(step)
-            self.saver.export(step)  # before the evaluation, which may fail
+            self.keeper.export(step)  # before the evaluation, which may fail
             loss_after = self.evaluate_exported(step)
             for part in self.parts:
                 part.end()
         if problem := self.error_of_callbacks():
             error = self.callbacks.error or RankLostError(f"a callback has failed on another rank: {problem}")
-            kept = self.saver.kept_artifacts()
+            kept = self.keeper.kept_artifacts()
             error.add_note(f"The training ended after step {step} of {self.intervals.num_steps}. {kept}")
             raise error
         return RunResult(
-            output_dir=self.run_dir.path, model_dir=self.run_dir.model_dir, num_steps=step, num_skipped=self.optimizer.num_skipped,
+            output_dir=self.run_dir.path, model_dir=self.keeper.model_dir, num_steps=step, num_skipped=self.optimizer.num_skipped,
             eval_loss_before=self.evaluation.loss_before.value, eval_loss_after=loss_after,
         )  # fmt: skip

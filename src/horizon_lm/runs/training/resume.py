@@ -20,7 +20,7 @@ from horizon_lm.runs.checkpoints.manifest import installed_packages, read_manife
 from horizon_lm.runs.config.rules import OnResume
 from horizon_lm.runs.config.run import RunConfig, settings_with
 from horizon_lm.runs.data.chat_template import today
-from horizon_lm.runs.training.output_folder import RunLock, output_folder
+from horizon_lm.runs.training.output_folder import output_folder, require_unlocked
 from horizon_lm.runs.training.resumable import (
     begins_anew,
     checkpoints_to_resume,
@@ -54,7 +54,7 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
         point = open_point(checkpoints[0])
         return point, [_resume_line(point)]
     if checkpoints:
-        RunLock(output).require_free()  # or checkpoints that are being deleted would look damaged
+        require_unlocked(output)  # or checkpoints that are being deleted would look damaged
         return _newest_undamaged(checkpoints)
     was_interrupted = (output / "metrics.jsonl").exists()
     return None, [f"resume: {output} has no checkpoint, so the run begins anew"] if was_interrupted else []

@@ -23,6 +23,7 @@ from horizon_lm.runs.data.findings import reject_errors
 from horizon_lm.runs.training import resume, setup
 from horizon_lm.runs.training.best_model import require_known_metric
 from horizon_lm.runs.training.callbacks import Callbacks
+from horizon_lm.runs.training.exported_model import final_message, push, require_login
 from horizon_lm.runs.training.interrupts import Interrupts
 from horizon_lm.runs.training.intervals import Intervals
 from horizon_lm.runs.training.loop import Loop
@@ -83,6 +84,8 @@ def train(
             config, changes = resume.apply_settings(given, point, ranks.size)
             lines += changes
         run_dir = RunDir(config, ranks, resumes=point is not None)
+        if config.push_to_hub and ranks.is_first:
+            require_login()
         # First, so that a missing tracker is found before the data is prepared.
         handler = Callbacks(config, callbacks, ranks.is_first)
         print_fn = print_fn if ranks.is_first else lambda line: None
@@ -92,13 +95,12 @@ def train(
             training = build(prepared, objective)
             result = Loop(prepared, training).run()
             if config.push_to_hub and ranks.is_first:
-                reporter.print(run_dir.push())
+                reporter.print(push(config, result.model_dir))
             losses = training.metrics.totals
             warning = growth_warning("training", losses.first_loss, losses.last_loss)
             warning += growth_warning("eval", result.eval_loss_before, result.eval_loss_after)
-            steps = result.num_steps, prepared.intervals.num_steps, result.num_skipped
             has_template = prepared.tokenizer.chat_template is not None
-            reporter.print(run_dir.final_message(*steps, warning, has_template))
+            reporter.print(final_message(config, result, prepared.intervals.num_steps, warning, has_template))
     return result
 
 
