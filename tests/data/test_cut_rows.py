@@ -7,7 +7,6 @@ import pytest
 
 from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.runs.config.run import SCHEMAS
-from horizon_lm.runs.data.checks import check_rows
 from horizon_lm.runs.data.loader import batch_from
 from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.runs.training.rows import RunData, load_data
@@ -116,7 +115,7 @@ def test_each_row_is_left_out_for_one_reason(tmp_path: Path) -> None:
     assert {name: (each.rows.count, str(each.rows).rpartition(":")[2]) for name, each in reasons.items()} == {
         NO_ANSWER: (3, "3-5"), CUT: (2, "7-8"), SAME: (2, "6"),
     }  # fmt: skip
-    assert sum(each.rows.count for each in reasons.values()) == data.report.read - len(data.training.rows)
+    assert sum(each.rows.count for each in reasons.values()) == data.report.num_read - len(data.training.rows)
     assert {name: "max_length" in each.remedy for name, each in reasons.items()} == {
         NO_ANSWER: False,
         CUT: True,
@@ -241,4 +240,4 @@ def test_pairs_that_become_equal_do_not_reach_a_batch(tmp_path: Path) -> None:
             chosen.ids.tolist() != rejected.ids.tolist() for chosen, rejected in (row.sequences for row in report.rows)
         )
         assert batch.num_trained
-        assert (SAME in [each.problem for each in check_rows(report, tokenizer)]) == (used == 1)
+        assert (SAME in [each.problem for each in report.findings]) == (used == 1)

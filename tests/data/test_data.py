@@ -21,16 +21,17 @@ from tokenizers import AddedToken
 from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.runs.config import DatasetConfig
-from horizon_lm.runs.data import preprocess
+from horizon_lm.runs.data import examples, preprocess
 from horizon_lm.runs.data.answer_spans import locate_answers
 from horizon_lm.runs.data.chat_template import ChatRenderer
-from horizon_lm.runs.data.checks import check_overlap, check_rows
+from horizon_lm.runs.data.checks import check_overlap
 from horizon_lm.runs.data.conversations import Completion, Conversation, Preference, RowError, Text
 from horizon_lm.runs.data.findings import ExampleCounts, Finding, describe, reject_errors
 from horizon_lm.runs.data.formats import FORMATS, find_format, rename_fields
+from horizon_lm.runs.data.json_rows import _JsonListReader, read_rows
 from horizon_lm.runs.data.loader import Sampler, batch_from, collate
 from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
-from horizon_lm.runs.data.sources import _JsonListReader, open_source, read_rows
+from horizon_lm.runs.data.sources import open_source
 from horizon_lm.runs.data.token_dataset import Row, TokenTable
 from horizon_lm.runs.data.tokenize import ExampleTokenizer, RowFlag, Tokens
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
@@ -264,12 +265,12 @@ def test_json_list_is_read_in_chunks(tmp_path_factory: pytest.TempPathFactory, r
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     for num_chars in (1, 7, 1000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("horizon_lm.runs.data.sources._CHUNK_CHARS", num_chars)
+            patch.setattr("horizon_lm.runs.data.json_rows._CHUNK_CHARS", num_chars)
             assert [row for _, row in read_rows(str(path))] == rows
 
 
 def test_a_missing_comma_is_found_without_reading_the_rest_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horizon_lm.runs.data.sources._CHUNK_CHARS", 64)
+    monkeypatch.setattr("horizon_lm.runs.data.json_rows._CHUNK_CHARS", 64)
     stream = io.StringIO('[{"a": 1}{"b": 2}' + ', {"c": 3}' * 1000 + "]")
     reader = _JsonListReader("rows.json", stream)
     reader.skip("[")
@@ -430,7 +431,7 @@ def test_one_fault_at_several_places_of_rows_is_one_line(tmp_path: Path) -> None
 def test_ranges_of_rows(tmp_path: Path, files: dict[str, str], shown: str) -> None:
     for name, content in files.items():
         write(tmp_path, content, name)
-    assert str(prepared(tmp_path)[1].flagged[RowFlag.NO_ANSWER]) == shown.format(folder=tmp_path)
+    assert str(prepared(tmp_path)[1].found.flagged[RowFlag.NO_ANSWER]) == shown.format(folder=tmp_path)
 
 
 def test_a_remedy_of_several_findings_is_given_once() -> None:
@@ -644,8 +645,8 @@ def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Pat
     table, report = prepared(write(tmp_path, rows), max_length=30)
     assert (
         len(table),
-        *(report.flagged[flag].count for flag in (RowFlag.TRUNCATED, RowFlag.LOST_TARGETS)),
-        report.flagged[RowFlag.CUT_ANSWER].count,
+        *(report.found.flagged[flag].count for flag in (RowFlag.TRUNCATED, RowFlag.LOST_TARGETS)),
+        report.found.flagged[RowFlag.CUT_ANSWER].count,
     ) == (
         2,
         2,
@@ -654,7 +655,7 @@ def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Pat
     )
     assert table[1].sequences[0].ids.shape == (30,)
     assert table.num_targets.tolist() == [row.sequences[0].num_targets for row in table]
-    found = "\n".join(map(str, check_rows(report, build_tokenizer())))
+    found = "\n".join(map(str, report.findings))
     assert "rows that are cut before any answer to train on: 1 (" in found
     assert "rows that lost tokens to train on by truncation: 1 (" in found
 
@@ -662,7 +663,7 @@ def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Pat
 def test_template_without_end_of_turn_is_reported(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     _, report = prepared(write(tmp_path, [messages("Who?", "I.")]), chat_template=template)
-    assert "may not learn to stop" in str(check_rows(report, build_tokenizer(template))[0])
+    assert "may not learn to stop" in str(report.findings[0])
 
 
 def test_check_rows_finds_each_mistake(tmp_path: Path) -> None:
@@ -676,7 +677,7 @@ def test_check_rows_finds_each_mistake(tmp_path: Path) -> None:
     ]  # fmt: skip
     path = write(tmp_path, rows)
     report = prepare([DatasetConfig(path=str(path))], tokenizer, PreprocessConfig("sft"))
-    found = {finding.problem: finding.rows for finding in check_rows(report, tokenizer)}
+    found = {finding.problem: finding.rows for finding in report.findings}
     assert {
         what: (rows.count, [place.rpartition(":")[2] for place in rows.places]) for what, rows in found.items()
     } == {
@@ -696,7 +697,7 @@ def test_turns_that_are_out_of_place(tmp_path: Path) -> None:
         [human, calls, {"from": "observation", "value": "7"}],
     ]  # fmt: skip
     _, report = prepared(write(tmp_path, [{"conversations": each} for each in turns]), chat_template=with_calls)
-    found = {each.problem: each.rows for each in check_rows(report, build_tokenizer())}
+    found = {each.problem: each.rows for each in report.findings}
     assert {
         problem: (rows.count, [place.rpartition(":")[2] for place in rows.places]) for problem, rows in found.items()
     } == {
@@ -723,7 +724,7 @@ def test_blank_texts_are_counted(tmp_path: Path, objective: str, row: dict[str, 
     """A row with a text, a question or an answer that is empty is reported with its place."""
     problems = ("have an empty question or answer", "have no text or answer to train on")
     _, report = prepared(write(tmp_path, [row, blank]), objective=objective)
-    (found,) = (each for each in check_rows(report, build_tokenizer()) if each.problem in problems)
+    (found,) = (each for each in report.findings if each.problem in problems)
     assert (found.rows.count, [place.rpartition(":")[2] for place in found.rows.places]) == (1, ["2"])
     assert found.leaves_out == (len(report.rows) == 1)
 
@@ -741,15 +742,15 @@ def test_blank_texts_are_counted(tmp_path: Path, objective: str, row: dict[str, 
 )
 def test_rows_without_turns_out_of_place(tmp_path: Path, objective: str, row: dict[str, Any]) -> None:
     _, report = prepared(write(tmp_path, [row]), objective=objective)
-    assert all(report.flagged[flag].count == 0 for flag in (RowFlag.ASSISTANT_FIRST, RowFlag.UNANSWERED))
+    assert all(report.found.flagged[flag].count == 0 for flag in (RowFlag.ASSISTANT_FIRST, RowFlag.UNANSWERED))
 
 
 def test_text_that_skips_the_chat_template_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, [{"prompt": "Who? ", "completion": "I."}])
     _, report = prepared(path)
-    assert "so the chat template is not applied: 1 (" in str(check_rows(report, build_tokenizer())[0])
+    assert "so the chat template is not applied: 1 (" in str(report.findings[0])
     _, report = prepared(path, chat_template=None)
-    assert check_rows(report, build_tokenizer(None)) == []
+    assert report.findings == []
 
 
 def test_preferences_that_skip_the_chat_template(tmp_path: Path) -> None:
@@ -757,12 +758,12 @@ def test_preferences_that_skip_the_chat_template(tmp_path: Path) -> None:
     row = {"prompt": "Who? ", "chosen": "The keeper.", "rejected": "No."}
     path, tokenizer = write(tmp_path, [row]), build_tokenizer()
     options = PreprocessConfig("dpo")
-    (found,) = check_rows(prepare([DatasetConfig(path=str(path))], tokenizer, options), tokenizer)
+    (found,) = prepare([DatasetConfig(path=str(path))], tokenizer, options).findings
     assert found.problem == "have prompt, chosen and rejected as text, so the chat template is not applied"
     assert found.remedy.endswith("write them as lists of messages, or set columns: {instruction: prompt}")
     columns = {"instruction": "prompt"}
     report = prepare([DatasetConfig(path=str(path), columns=columns)], tokenizer, options)
-    assert check_rows(report, tokenizer) == []
+    assert report.findings == []
     assert "<|im_start|>user\nWho?" in tokenizer.decode(report.rows[0].sequences[0].ids)
 
 
@@ -872,10 +873,7 @@ def test_check_rows_of_a_dataset_without_rows_in_use(tmp_path: Path) -> None:
     long = write(tmp_path, [messages("q" * 90, "never seen")] * 3, "long.jsonl")
     datasets = [DatasetConfig(path=str(good)), DatasetConfig(path=str(long), weight=0.5)]
     report = prepare(datasets, build_tokenizer(), PreprocessConfig("sft", max_length=30))
-    assert (
-        next(finding.problem for finding in check_rows(report, build_tokenizer()))
-        == "are cut before any answer to train on"
-    )
+    assert next(finding.problem for finding in report.findings) == "are cut before any answer to train on"
     sampler = Sampler(tuple(report.rows.part_sizes()), 2, 0, tuple(report.rows.weights()))
     assert (sampler.steps_per_epoch, sorted(sampler.rows(0))) == (1, [0, 1])
     some = prepare(
@@ -888,7 +886,7 @@ def test_check_rows_of_a_dataset_without_rows_in_use(tmp_path: Path) -> None:
         build_tokenizer(),
         PreprocessConfig("sft"),
     )
-    assert check_rows(some, build_tokenizer()) == []
+    assert some.findings == []
 
 
 def test_optional_column_in_no_row_is_rejected(tmp_path: Path) -> None:
@@ -927,7 +925,7 @@ def test_copies_are_found_across_datasets(tmp_path: Path) -> None:
     report = prepare(
         [DatasetConfig(path=str(path)) for path in (first, second)], build_tokenizer(), PreprocessConfig("sft")
     )
-    (finding,) = check_rows(report, build_tokenizer())
+    (finding,) = report.findings
     assert (finding.problem, finding.rows.count) == ("are copies of others", 1)
     assert finding.rows.places[0].endswith("second.jsonl:1")
 
@@ -948,7 +946,7 @@ def test_doubled_begin_of_sequence_is_rejected(tmp_path: Path) -> None:
     tokenizer.bos_token = "<|im_start|>"
     path = write(tmp_path, [{"text": "<|im_start|><|im_start|>Dusk."}, {"text": "<|im_start|>Dawn."}])
     report = prepare([DatasetConfig(path=str(path))], tokenizer, PreprocessConfig("sft"))
-    findings = check_rows(report, tokenizer)
+    findings = report.findings
     with pytest.raises(
         DataError, match=r"rows that begin with two begin-of-sequence tokens: 1 \(.*rows.jsonl:1\); the text and"
     ):
@@ -1023,7 +1021,7 @@ def test_max_samples_takes_the_first_rows(tmp_path: Path) -> None:
     path = write(tmp_path, [*(messages(f"{n}?", f"{n}!") for n in range(6)), {"messages": 5}])
     few, report = prepared(path, max_samples=4)
     texts = [build_tokenizer().decode(row.sequences[0].ids) for row in few]
-    assert ([f"{n}!" in text for n, text in enumerate(texts)], report.read) == ([True] * 4, 4)
+    assert ([f"{n}!" in text for n, text in enumerate(texts)], report.num_read) == ([True] * 4, 4)
     assert len(prepared(path, max_samples=5)[0]) == 5  # although the table of 4 rows is in the cache
     with pytest.raises(DataError, match=r"rows\.jsonl:7"):
         prepared(path, max_samples=9)
@@ -1162,10 +1160,10 @@ def test_only_text_files_are_sampled(tmp_path: Path) -> None:
 
 
 def test_huge_row_is_rejected_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess, "_MAX_ROW_CHARS", 20)
-    preprocess._reject_huge({"text": "a" * 20})
+    monkeypatch.setattr(examples, "_MAX_ROW_CHARS", 20)
+    examples._reject_huge({"text": "a" * 20})
     with pytest.raises(RowError, match="characters of text, more than 20; split it into several rows"):
-        preprocess._reject_huge({"messages": [{"content": "a" * 21}]})
+        examples._reject_huge({"messages": [{"content": "a" * 21}]})
 
 
 # Rows with more than text, and of other objectives
@@ -1243,7 +1241,7 @@ def test_fields_that_are_not_used_are_reported_once(tmp_path: Path) -> None:
         for n in range(5)
     ]
     _, report = prepared(write(tmp_path, rows), columns={"input": "context"})
-    found = [str(each) for each in check_rows(report, build_tokenizer()) if "not used" in each.problem]
+    found = [str(each) for each in report.findings if "not used" in each.problem]
     assert len(found) == 1
     assert "fields that are not used ('q', 'source'): 5 (" in found[0]
 

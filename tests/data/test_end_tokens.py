@@ -31,7 +31,7 @@ def end_tokens(tmp_path: Path, rows: list[Any], template: str | None = tiny.CHAT
     tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>", "<u>", "<eos>"], "eos_token": "<eos>"})
     dataset = DatasetConfig(path=str(write(tmp_path, rows)))
     options = PreprocessConfig(settings.pop("objective", "sft"), **settings)
-    return list(tokenizer.convert_ids_to_tokens(prepare([dataset], tokenizer, options).end_tokens()))
+    return list(tokenizer.convert_ids_to_tokens(prepare([dataset], tokenizer, options).rows.end_tokens()))
 
 
 def chat(*messages: Any) -> dict[str, Any]:

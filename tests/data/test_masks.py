@@ -9,7 +9,6 @@ import pytest
 from tokenizers import processors
 
 from horizon_lm.runs.data.chat_template import ChatRenderer
-from horizon_lm.runs.data.checks import check_rows
 from horizon_lm.runs.data.conversations import Completion, Conversation, RowError
 from horizon_lm.runs.data.tokenize import ExampleTokenizer, RowFlag
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
@@ -46,15 +45,15 @@ def test_dropped_reasoning_and_tools_are_reported(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     path = write(tmp_path, [plain, thought, {**plain, "tools": [tool]}])
     _, report = prepared(path)
-    dropped = report.flagged[RowFlag.DROPPED_BY_TEMPLATE]
+    dropped = report.found.flagged[RowFlag.DROPPED_BY_TEMPLATE]
     assert (dropped.count, [place.rpartition(":")[2] for place in dropped.places]) == (2, ["2-3"])
-    findings = "\n".join(map(str, check_rows(report, build_tokenizer())))
+    findings = "\n".join(map(str, report.findings))
     assert "messages, reasoning or tools that the chat template drops: 2 (" in findings
     knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
         "+ message['content'] +", "+ message.get('reasoning_content', '') + message['content'] +"
     )
     _, report = prepared(path, chat_template=knowing)
-    assert report.flagged[RowFlag.DROPPED_BY_TEMPLATE].count == 0
+    assert report.found.flagged[RowFlag.DROPPED_BY_TEMPLATE].count == 0
 
 
 def test_dropped_roles_are_reported(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_dropped_roles_are_reported(tmp_path: Path) -> None:
     template = "{% for message in messages if message.role != 'developer' %}" + CHATML.partition("%}")[2]
     rows = [{"messages": [{"role": "developer", "content": text}, USER, ANSWER]} for text in ("Be short.", "keeper")]
     _, report = prepared(write(tmp_path, rows), chat_template=template)
-    assert report.flagged[RowFlag.DROPPED_BY_TEMPLATE].count == 2
+    assert report.found.flagged[RowFlag.DROPPED_BY_TEMPLATE].count == 2
 
 
 def test_dropped_answer_is_rejected() -> None:

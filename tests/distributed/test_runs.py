@@ -20,7 +20,7 @@ from horizon_lm.distributed.mesh import ProcessMesh
 from horizon_lm.errors import InterruptedRunError, NonFiniteError
 from horizon_lm.planning.arithmetic.request import Limit, Machine
 from horizon_lm.runs.admission.this_machine import agree_on_machine
-from horizon_lm.runs.data import preprocess
+from horizon_lm.runs.data import tokenized_table
 from horizon_lm.runs.data.loader import deal
 from horizon_lm.runs.training import resume
 from tests.distributed.pool import Pool
@@ -383,7 +383,7 @@ def test_ranks_that_start_at_midnight_have_one_date(pool: Pool, base: dict[str, 
 def num_tokenized(rank: int, cache: str, settings: dict[str, Any]) -> int:
     """Return how many rows a rank has tokenized itself. All of them are on one machine."""
     rows = 0
-    own = preprocess._tokenize_rows
+    own = tokenized_table._tokenize_rows
 
     def counted(batch: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
@@ -392,7 +392,7 @@ def num_tokenized(rank: int, cache: str, settings: dict[str, Any]) -> int:
         return own(batch, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preprocess, "_tokenize_rows", counted)
+        patch.setattr(tokenized_table, "_tokenize_rows", counted)
         patch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
         run_as_rank(rank, 2, settings)
     return rows

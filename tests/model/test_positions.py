@@ -9,7 +9,7 @@ import horizon_lm
 from horizon_lm.errors import DataError
 from horizon_lm.model.positions import Positions, positions_of
 from horizon_lm.runs.data.checks import check_lengths
-from horizon_lm.runs.data.packing import pack
+from horizon_lm.runs.data.packing import pack_rows
 from horizon_lm.runs.training import setup
 from tests.e2e import tiny
 from tests.support import tiny_models
@@ -25,7 +25,7 @@ def test_positions_of_a_model(family: str) -> None:
 
 def test_packed_rows_begin_anew(tmp_path: Path) -> None:
     table, _ = prepared(write(tmp_path, [{"text": "The dome opens."}] * 6 + [{"text": "The dome opens at dusk. " * 3}]))
-    packed = type(table)([pack(part, "bfd", int(table.lengths.max())) for part in table.parts])
+    packed = pack_rows(table, "bfd", int(table.lengths.max()))[0]
     shortest, longest = int(table.lengths.min()), int(table.lengths.max())
     assert check_lengths(packed, Positions(longest, True)) == check_lengths(packed, None) == []
     (found,) = check_lengths(packed, Positions(shortest, True))

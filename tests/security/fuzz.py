@@ -26,7 +26,7 @@ from horizon_lm.model.files.weight_files import read_headers
 from horizon_lm.planning.arithmetic.catalog import published, read_profile
 from horizon_lm.runs.checkpoints.manifest import FORMAT, VERSION, read_manifest, verify
 from horizon_lm.runs.config.load import read_run_config
-from horizon_lm.runs.data.sources import read_rows
+from horizon_lm.runs.data.json_rows import read_rows
 from horizon_lm.runs.objective.reference import PairFile
 from horizon_lm.runs.run_files import PLAN, SETTINGS, load_run
 from horizon_lm.tools.report.page import write_report

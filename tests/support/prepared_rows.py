@@ -8,7 +8,9 @@ from horizon_lm.runs.config import DatasetConfig
 from horizon_lm.runs.config.run import SCHEMAS
 from horizon_lm.runs.data.chat_template import TokenizedConversation
 from horizon_lm.runs.data.conversations import Conversation
-from horizon_lm.runs.data.preprocess import ROWS_INSPECTED, PreprocessConfig, pack_rows, prepare
+from horizon_lm.runs.data.examples import ROWS_INSPECTED
+from horizon_lm.runs.data.packing import pack_rows
+from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.runs.training.rows import RunData, load_data
 from tests.e2e.tiny import CHATML, build_tokenizer
 
@@ -37,7 +39,7 @@ def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = 
     }
     options = PreprocessConfig(objective, **settings)
     report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), options)
-    return pack_rows(report.rows, options)[0], report
+    return pack_rows(report.rows, options.packing, options.max_length)[0], report
 
 
 def load(

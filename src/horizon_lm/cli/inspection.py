@@ -47,9 +47,9 @@ class Inspection:
         rows, packed, report = training.rows, training.packed, self.data.report
         tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
         numbers: dict[str, Any] = {
-            "rows_read": report.read,
-            "cut": report.flagged[RowFlag.TRUNCATED].count,
-            "left_out": report.read - len(report.rows),
+            "rows_read": report.num_read,
+            "cut": report.found.flagged[RowFlag.TRUNCATED].count,
+            "left_out": report.num_read - len(report.rows),
             "held_out": {part.name: len(part.rows) for part in self.data.parts if part is not training},
             "rows": len(rows),
             "tokens": tokens,
@@ -82,7 +82,7 @@ class Inspection:
 
     def end_tokens(self) -> dict[str, Any]:
         """Return the tokens that end the answers that are trained on, with their numbers."""
-        ends = self.data.report.end_tokens()
+        ends = self.data.report.rows.end_tokens()
         return dict(zip(self.tokenizer.convert_ids_to_tokens(ends), ends, strict=True))
 
     def reject_errors(self) -> None:

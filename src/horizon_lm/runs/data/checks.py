@@ -6,76 +6,75 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.model.positions import Positions
-from horizon_lm.runs.data.findings import ExampleCounts, Finding, cut_before_answer, without_answer
-from horizon_lm.runs.data.preprocess import Report
+from horizon_lm.runs.data.findings import ExampleCounts, Finding, Findings, cut_before_answer, without_answer
 from horizon_lm.runs.data.token_dataset import Part, TokenTable
 from horizon_lm.runs.data.tokenize import RowFlag
 
 _EMPTY_THINKING = ("<think></think>", "<think>\n</think>", "<think>\n\n</think>")
 
 
-def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
-    """Return the findings in the rows of a report, before packing; errors come first."""
-    doubled, thinking = _count_doubled_bos_and_empty_thinking(report.rows.parts, tokenizer)
+def check_rows(found: Findings, parts: Sequence[Part], tokenizer: Any) -> list[Finding]:
+    """Return the likely mistakes in the rows of some datasets, before packing; errors come first.
+
+    Args:
+        found: the rows with each flag, and those with fields that are not used.
+        parts: the rows that are used.
+        tokenizer: the tokenizer of the rows.
+    """
+    doubled, thinking = _count_doubled_bos_and_empty_thinking(parts, tokenizer)
+    flagged = found.flagged
     findings = [
         Finding(
             "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text", doubled,
             is_error=True,
         ),
-        *left_out(report),
+        without_answer(flagged[RowFlag.NO_ANSWER]),
+        cut_before_answer(flagged[RowFlag.CUT_ANSWER]),
         Finding(
-            "have an empty question or answer", "nothing useful is learned from it; fill it in, or remove the row", report.flagged[RowFlag.BLANK],
+            "have the same chosen and rejected answer", "neither is preferred; raise max_length if they differ behind it, or remove them",
+            flagged[RowFlag.SAME_ANSWERS], leaves_out=True,
+        ),
+        Finding(
+            "have an empty question or answer", "nothing useful is learned from it; fill it in, or remove the row", flagged[RowFlag.BLANK],
         ),
         Finding(
             "lost tokens to train on by truncation", "the model learns answers without their end; raise max_length",
-            report.flagged[RowFlag.LOST_TARGETS],
+            flagged[RowFlag.LOST_TARGETS],
         ),
         Finding(
             "have an answer that no end-of-turn token follows", "the model may not learn to stop; check the chat template",
-            report.flagged[RowFlag.MISSING_EOS],
+            flagged[RowFlag.MISSING_EOS],
         ),
         Finding(
             "have messages, reasoning or tools that the chat template drops",
-            "the model does not see them; set chat_template_path to a template that renders them", report.flagged[RowFlag.DROPPED_BY_TEMPLATE],
+            "the model does not see them; set chat_template_path to a template that renders them", flagged[RowFlag.DROPPED_BY_TEMPLATE],
         ),
         Finding(
             "begin with a turn of the assistant", "the model learns to speak before the user; put the user's turn before it, or remove it",
-            report.flagged[RowFlag.ASSISTANT_FIRST],
+            flagged[RowFlag.ASSISTANT_FIRST],
         ),
         Finding(
             "end with a turn that the assistant does not answer", "no answer to it is learned; add the answer, remove the turn, or raise max_length if it was cut",
-            report.flagged[RowFlag.UNANSWERED],
+            flagged[RowFlag.UNANSWERED],
         ),
         Finding(
-            f"have fields that are not used ({', '.join(map(repr, sorted(report.unused_fields)))})",
-            "nothing is learned from them; if one is meant, name it with columns", report.unused,
+            f"have fields that are not used ({', '.join(map(repr, sorted(found.unused_fields)))})",
+            "nothing is learned from them; if one is meant, name it with columns", found.unused,
         ),
         Finding(
             "have a special token in the text of a prompt",
-            "the model reads it as such, so a text may end its own turn; remove it, or write it differently", report.flagged[RowFlag.SPECIAL_TEXT],
+            "the model reads it as such, so a text may end its own turn; remove it, or write it differently", flagged[RowFlag.SPECIAL_TEXT],
         ),
-        _untemplated(report),
+        _untemplated(flagged[RowFlag.UNTEMPLATED], parts),
         Finding(
             "train on an empty thinking block", "the model learns not to think; add the reasoning, or remove the blocks",
             thinking,
         ),
         Finding(
-            "are copies of others", "remove them, or repeat a dataset with weight instead", _count_copies(report.rows.parts),
+            "are copies of others", "remove them, or repeat a dataset with weight instead", _count_copies(parts),
         ),
     ]  # fmt: skip
     return [finding for finding in findings if finding.rows.count]
-
-
-def left_out(report: Report) -> list[Finding]:
-    """Return the findings of rows that are not used, because they teach nothing after truncation; each row is in one finding."""
-    remedy = "neither is preferred; raise max_length if they differ behind it, or remove them"
-    return [
-        without_answer(report.flagged[RowFlag.NO_ANSWER]),
-        cut_before_answer(report.flagged[RowFlag.CUT_ANSWER]),
-        Finding(
-            "have the same chosen and rejected answer", remedy, report.flagged[RowFlag.SAME_ANSWERS], leaves_out=True
-        ),
-    ]
 
 
 def _count_doubled_bos_and_empty_thinking(parts: Sequence[Part], tokenizer: Any) -> tuple[ExampleCounts, ExampleCounts]:
@@ -97,16 +96,16 @@ def _count_copies(parts: Sequence[Part]) -> ExampleCounts:
     return copies
 
 
-def _untemplated(report: Report) -> Finding:
+def _untemplated(rows: ExampleCounts, parts: Sequence[Part]) -> Finding:
     """Return the finding of prompts and answers that are text, which the chat template is not applied to, with the remedy."""
     fields, remedy = "prompt and completion", "write them as messages, or rename the fields to instruction and output"
-    if any(part.num_sequences == 2 for part in report.rows.parts):  # preferences
+    if any(part.num_sequences == 2 for part in parts):  # preferences
         fields = "prompt, chosen and rejected"
         remedy = "write them as lists of messages, or set columns: {instruction: prompt}"
     return Finding(
         f"have {fields} as text, so the chat template is not applied",
         f"fine for a base model; otherwise {remedy}",
-        report.flagged[RowFlag.UNTEMPLATED],
+        rows,
     )
 
 

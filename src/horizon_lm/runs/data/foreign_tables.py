@@ -7,7 +7,7 @@ A card may name the files to read, which are files of its own repository or reje
 
 import csv
 import glob
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from horizon_lm.common.paths import similar_path
 from horizon_lm.errors import DataError, HorizonError, first_line
 from horizon_lm.runs.config import DatasetConfig
 from horizon_lm.runs.config.yaml_file import require_few_values
-from horizon_lm.runs.data.text_encoding import encoding_of, not_utf8
+from horizon_lm.runs.data.local_files import RowFiles, encoding_of, not_utf8
 
 _READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others read pickles, images or databases
 _KEPT_TYPES = ("Value", "Json")  # feature types that are stored as they are read, or are parsed from JSON
@@ -25,7 +25,7 @@ _MAX_CARD_CHARS, _MAX_CARD_VALUES = 2**20, 2**18  # cards of hundreds of configs
 _BATCH_ROWS = 1000  # of Parquet; by default, `datasets` takes the size of the first row group, which may be empty
 
 
-def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache: Path) -> Any:
+def read_files(config: DatasetConfig, files: RowFiles, cache: Path) -> Any:
     """Return the rows of local files of one type as a `datasets.Dataset` in a folder of the cache.
 
     Raises:
@@ -33,12 +33,12 @@ def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache:
     """
     import datasets
 
-    if chained := next((file for file in files if "::" in str(file)), None):
+    if chained := next((file for file in files.paths if "::" in str(file)), None):
         raise DataError(f"{chained}: names with '::' are addresses inside of others to datasets; rename the file")
-    names = [glob.escape(str(file)) for file in files]  # so that no name is a pattern for other files
-    with _raising_data_error(config, files):
+    names = [glob.escape(str(file)) for file in files.paths]  # so that no name is a pattern for other files
+    with _raising_data_error(config, files.paths):
         builder = datasets.load_dataset_builder(
-            reader, data_files={"train": names}, cache_dir=str(cache), **_reader_options(config, reader, files)
+            files.reader, data_files={"train": names}, cache_dir=str(cache), **_reader_options(config, files)
         )
         builder.download_and_prepare()
         if not builder.info.splits["train"].num_examples:
@@ -48,25 +48,25 @@ def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache:
     if any(name.startswith("__index_level_") for name in table.column_names):
         raise DataError(f"{config.path}: rows have more fields than the header; quote texts that contain commas")
     table = _without_decoding(config, table)
-    if reader == "text":
+    if files.reader == "text":
         return table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
     return table
 
 
-def _reader_options(config: DatasetConfig, reader: str, files: Sequence[Path]) -> dict[str, Any]:
+def _reader_options(config: DatasetConfig, files: RowFiles) -> dict[str, Any]:
     """Return the options of a reader of `datasets` for these files; raise DataError if a column holds something else than text."""
-    options: dict[str, Any] = {}
+    options, reader, paths = dict[str, Any](), files.reader, files.paths
     if reader in ("parquet", "arrow"):
-        declared = _declared_features(reader, files)
+        declared = _declared_features(reader, paths)
         _require_text(config, declared)
         options["features"] = _as_stored(declared)
     if reader == "parquet":
         options["batch_size"] = _BATCH_ROWS
     if reader == "csv":
-        options |= _csv_options(files)
+        options |= _csv_options(paths)
     if reader == "text":
         options["sample_by"] = config.sample_by
-    if reader in ("csv", "text") and (encoding := _encoding(files)) != "utf-8":
+    if reader in ("csv", "text") and (encoding := _encoding(paths)) != "utf-8":
         options["encoding"] = encoding
     return options
 
@@ -333,3 +333,18 @@ def _require_common(files: Sequence[Path], describe: Callable[[Path], str], name
                 f"{file}: its {name} is {other!r}, but that of {files[0]} is {first!r}; list each by its own path"
             )
     return first
+
+
+def rows_without_nulls(columns: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return the rows of a part of a table, given as its columns, without the null fields that a table adds where a row lacks a field."""
+    names, values = list(columns), list(columns.values())
+    return [_without_nulls(dict(zip(names, row, strict=True))) for row in zip(*values, strict=True)]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a row without null fields."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    return value

@@ -50,8 +50,14 @@ class RowFormat:
         return {*self.optional, *(field for fields in self.required for field in fields)}
 
 
-def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row whose fields have the expected names, the keys of ``columns``, instead of the values; RowError if one is missing."""
+def rename_fields(row: Any, columns: Mapping[str, str]) -> Any:
+    """Return a row whose fields have the expected names, the keys of ``columns``, instead of the values; no object is returned as it is.
+
+    Raises:
+        RowError: a field that rows may not lack is missing.
+    """
+    if not columns or not isinstance(row, Mapping):
+        return row
     missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL_FIELDS]
     if missing:
         raise RowError(f"field {missing[0]!r} of columns is missing; the row has {_field_names(row)}")

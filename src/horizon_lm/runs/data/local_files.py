@@ -1,13 +1,16 @@
-"""Find the files of rows of a local path by their names: neither a card nor an info file of a folder is read.
+"""Find the files of rows of a local path, their type and encoding by their names and first bytes: neither a card nor an info file is read.
 
 `datasets` lets a card (`README.md`) and info files name the files to open, any address among them, and their types.
 """
 
+import codecs
 import glob
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +31,67 @@ _SPLIT_WORDS = {
     "train": "train|training", "test": "test|testing|eval|evaluation", "validation": "val|valid|validation|dev",
 }  # fmt: skip
 _SPLIT_NAMES = {name: re.compile(rf"(^|[._\- ])({words})([._\- ]|$)") for name, words in _SPLIT_WORDS.items()}
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip  # UTF-32 before UTF-16, whose mark is the beginning of its own
 
 
-def reader_of(file: Path) -> str | None:
-    """Return the name of the reader of a file, or None if such files are not read."""
-    if file.suffix in COMPRESSED_SUFFIXES and file.with_suffix("").suffix in JSON_SUFFIXES:
-        return "json"
-    return READERS.get(file.suffix)
+@dataclass(frozen=True, slots=True)
+class RowFiles:
+    """Files of rows of one type, at least one.
+
+    Attributes:
+        paths: the files.
+        names: their names in messages: the path as the user wrote it, if the entry of ``datasets`` is one file.
+        reader: the name of their reader in `datasets`.
+        is_json: they are JSON lists or JSONL files, and not compressed.
+    """
+
+    paths: Sequence[Path]
+    names: Sequence[str]
+    reader: str
+    is_json: bool
 
 
-def find_files(config: DatasetConfig) -> dict[str, list[Path]] | None:
-    """Return the files of a local path by split, or None for a name on the hub. Files of no split count as ``train``.
+def find_files(config: DatasetConfig) -> dict[str, RowFiles] | None:
+    """Return the files of a local path, or None for a name on the hub: of each split that ``split`` names, otherwise all as ``train``.
 
     Raises:
-        DataError: the folder has no files of rows, files of several types, or a file that looks held out.
+        DataError: there are no files of rows, files of several types or of an unknown one, a file that looks held out, or no such split.
         ConfigError: a file of the folder is a link that leads out of it.
     """
+    splits = _find_splits(config)
+    if splits is None:
+        return None
+    names = ["train"]
+    if config.split is not None:
+        names = list(dict.fromkeys(part.partition("[")[0].strip() for part in config.split.split("+")))
+    if unknown := [name for name in names if name not in splits]:
+        raise DataError(
+            f"{config.path}: split: {config.split}: there is no split {unknown[0]!r}; there are {', '.join(splits) or 'none'}"
+        )
+    return {name: _row_files(config, splits[name]) for name in names}
+
+
+def _row_files(config: DatasetConfig, paths: Sequence[Path]) -> RowFiles:
+    """Return files with their type; raise DataError if there are none, or no reader of them."""
+    if not paths:
+        raise DataError(f"{config.path}: no rows found")
+    first = paths[0]
+    is_compressed = first.suffix in COMPRESSED_SUFFIXES and first.with_suffix("").suffix in JSON_SUFFIXES
+    reader = "json" if is_compressed else READERS.get(first.suffix)
+    if reader is None:
+        others = ", ".join(suffix for suffix in READERS if suffix not in JSON_SUFFIXES)
+        raise DataError(
+            f"{config.path}: files with suffix {first.suffix or '(none)'} are not supported; use .json, .jsonl, {others}"
+        )
+    names = [config.path] if Path(config.path).expanduser().is_file() else [str(path) for path in paths]
+    return RowFiles(paths, names, reader, is_json=first.suffix in JSON_SUFFIXES)
+
+
+def _find_splits(config: DatasetConfig) -> dict[str, list[Path]] | None:
+    """Return the files of a local path by split, or None for a name on the hub. Files of no split count as ``train``."""
     path = Path(config.path).expanduser()
     require_regular(path, DataError)
     if path.is_file():
@@ -189,3 +237,34 @@ def _read_info(path: Path, key: str) -> list[Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: has no list {key!r}; save the dataset again with save_to_disk") from error
     return entries
+
+
+# The encoding of files
+
+
+def encoding_of(file: Path) -> str:
+    """Return the encoding that the byte order mark of a file names; utf-8 without a mark."""
+    with file.open("rb") as stream:
+        first = stream.read(4)
+    return next((encoding for mark, encoding in _MARKS.items() if first.startswith(mark)), "utf-8")
+
+
+def not_utf8(file: Path, name: str | None = None) -> str | None:
+    """Return a message with the line and column of the first byte of a file that is not UTF-8; None if there is none."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return (
+                    f"{name or file}:{number}:{error.start + 1}: not UTF-8 text; save the file as UTF-8{_command(file)}"
+                )
+    return None
+
+
+def _command(file: Path) -> str:
+    """Return the hint at a command that converts a file, whose copy keeps the suffix by which it is read; empty if it is compressed."""
+    if file.suffix in COMPRESSED_SUFFIXES:
+        return ""
+    source, copy = (shlex.quote(str(each)) for each in (file, file.with_suffix(f".utf8{file.suffix}")))
+    return f", as Latin-1 for example: iconv -f LATIN1 -t UTF-8 {source} > {copy}"

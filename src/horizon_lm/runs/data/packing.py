@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.runs.data import trl_compat
-from horizon_lm.runs.data.sources import digest
-from horizon_lm.runs.data.table_cache import record
-from horizon_lm.runs.data.token_dataset import Part
+from horizon_lm.runs.data.findings import ExampleCounts
+from horizon_lm.runs.data.table_cache import digest, progress_bars, record
+from horizon_lm.runs.data.token_dataset import Part, TokenTable
 
 # Number of tokens packed together: those of 1,000 rows, as in TRL, unless rows average more than 2,000 tokens.
 _TOKENS_PER_BATCH = 2_000_000
@@ -15,7 +15,27 @@ _ROW_COLUMN = "row_of_token"  # column with the index of each token's source row
 _TRAINED_ROWS = "trained_rows"  # column with the indices of the source rows that have targets
 
 
-def pack(part: Part, strategy: str, length: int) -> Part:
+def pack_rows(rows: TokenTable, strategy: str | None, length: int | None) -> tuple[TokenTable, ExampleCounts]:
+    """Pack the rows of each dataset. Also return the rows that packing has cut so that none of their tokens can be trained on.
+
+    Args:
+        rows: the rows.
+        strategy: the packing strategy; None to return the rows unchanged.
+        length: maximum number of tokens in a packed row.
+    """
+    lost = ExampleCounts()
+    if strategy is None:
+        return rows, lost
+    parts = []
+    with progress_bars():
+        for part in (part for part in rows.parts if len(part)):
+            packed = _pack(part, strategy, length or 0)
+            lost.add(_rows_without_targets(part, packed), part.place)
+            parts.append(packed)
+    return TokenTable(parts), lost
+
+
+def _pack(part: Part, strategy: str, length: int) -> Part:
     """Pack the rows in use of a part into rows of at most ``length`` tokens by TRL's ``strategy``, a batch of rows at a time."""
     batch_size = max(1, min(1000, int(_TOKENS_PER_BATCH / max(1.0, float(part.lengths.mean())))))
     fingerprint = digest(part.fingerprint, strategy, length)
@@ -37,7 +57,7 @@ def pack(part: Part, strategy: str, length: int) -> Part:
     return Part(record(packed), place_of_packed, with_targets, part.weight)
 
 
-def rows_without_targets(part: Part, packed: Part) -> np.ndarray:
+def _rows_without_targets(part: Part, packed: Part) -> np.ndarray:
     """Return the indices of the rows in use of a part that have no target in its packed rows, int (n,)."""
     chunks = packed.table.data.column(_TRAINED_ROWS).chunks
     return np.setdiff1d(part.indices, np.concatenate([chunk.flatten().to_numpy() for chunk in chunks]))

@@ -1,6 +1,7 @@
 """Tokenized rows on disk, read by index."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,8 +10,12 @@ from typing import Any, overload
 import numpy as np
 import xxhash
 
-from horizon_lm.runs.data.sources import digest
+from horizon_lm.runs.data.table_cache import digest
 from horizon_lm.runs.data.tokenize import Tokens
+
+_MAX_TYPED = (
+    0.01  # occurrences of an end token inside of answers, for each at an end, that somebody may have typed into texts
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,19 @@ class TokenTable(Sequence[Row]):
         """Yield the tokens of all tables in chunks, including rows that are not in use."""
         for part in self._parts:
             yield from part.token_ids()
+
+    def end_tokens(self) -> list[int]:
+        """Return the tokens that end the answers that are trained on, the most frequent one first.
+
+        A token that also occurs inside of answers is left out, such as the token between the reasoning and the answer of gpt-oss, unless it
+        occurs there so rarely that somebody may have typed it.
+        """
+        ends, inner = (Counter[int](), Counter[int]())
+        for part in self._parts:
+            for counts, name in ((ends, "ends"), (inner, "inner")):
+                rows = part.table.data.column(name).take(part.indices)
+                counts.update(rows.combine_chunks().flatten().to_pylist())
+        return [token for token, count in ends.most_common() if inner[token] <= _MAX_TYPED * count]
 
     def split(self, held_out: np.ndarray) -> tuple["TokenTable", "TokenTable"]:
         """Return two tables: the rows that the mask ``held_out`` (n,) selects, and the remaining rows."""

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from horizon_lm.runs.data import trl_compat
 from horizon_lm.runs.data.chat_template import (
     ChatRenderer,
     TokenizedConversation,
+    prints_date,
     reaches_behind,
     stripping_ids,
+    today,
     with_offsets,
 )
 from horizon_lm.runs.data.conversations import (
@@ -29,6 +32,7 @@ from horizon_lm.runs.data.conversations import (
     has_content,
     has_text,
 )
+from horizon_lm.runs.data.table_cache import digest
 
 
 class RowFlag(IntFlag):
@@ -101,6 +105,29 @@ def _turn_flags(messages: Sequence[Message]) -> RowFlag:
     return first | _flag_if(RowFlag.UNANSWERED, turns[-1:] != ["assistant"])
 
 
+def origin(tokenizer: Any, day: str) -> dict[str, str]:
+    """Return all that the tokens of rows depend on besides rows and settings: versions of packages, hashes of the tokenizer and of its chat
+    template, and the date if the template prints it.
+    """
+    import tokenizers
+    import transformers
+
+    versions = {
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "trl": trl_compat.version(),
+    }
+    content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.name_or_path
+    result = {
+        "packages": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "tokenizer": digest(
+            type(tokenizer).__name__, content, tokenizer.special_tokens_map, tokenizer.split_special_tokens
+        ),
+        "chat template": digest(tokenizer.chat_template),
+    }
+    return result | ({"date": day} if prints_date(tokenizer) else {})
+
+
 class ExampleTokenizer:
     """A tokenizer of examples, with a mask of the tokens to train on.
 
@@ -110,11 +137,15 @@ class ExampleTokenizer:
             of a prompt, and all tokens of a text.
         max_length: length to which sequences are truncated, or None.
         day: the date that chat templates print; None for that of the clock.
+
+    Attributes:
+        dependencies: all that tokens depend on besides the rows, as JSON-like values.
     """
 
     def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None, day: str | None = None) -> None:
         self._tokenizer, self._train_on, self._max_length = with_offsets(tokenizer), train_on, max_length
         self._day = day
+        self.dependencies = [train_on, max_length, origin(tokenizer, day or today())]
         self._renderer: ChatRenderer | None = None
         self._stripping_ids = stripping_ids(tokenizer)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {

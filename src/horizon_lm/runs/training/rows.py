@@ -12,20 +12,14 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model.positions import Positions
 from horizon_lm.runs.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.runs.data.chat_template import today
-from horizon_lm.runs.data.checks import check_lengths, check_overlap, check_rows, left_out
-from horizon_lm.runs.data.findings import TRAINING, Finding, cut_before_answer, describe, no_row_left
+from horizon_lm.runs.data.checks import check_lengths, check_overlap
+from horizon_lm.runs.data.findings import TRAINING, Finding, Findings, cut_before_answer, describe, no_row_left
 from horizon_lm.runs.data.loader import Loader, Sampler
-from horizon_lm.runs.data.preprocess import (
-    PreprocessConfig,
-    Report,
-    origin,
-    pack_rows,
-    prepare,
-    row_length_limit,
-    summary,
-)
+from horizon_lm.runs.data.packing import pack_rows
+from horizon_lm.runs.data.preprocess import PreprocessConfig, Report, prepare
 from horizon_lm.runs.data.sources import open_source
 from horizon_lm.runs.data.token_dataset import TokenTable
+from horizon_lm.runs.data.tokenize import origin
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class RunData:
         loader: batches of the training rows.
         parts: the training rows and each eval set, with their findings.
         eval_sets: the packed rows of each eval set, by name.
-        origin: what the tokens depend on besides the rows and the settings (`preprocess.origin`).
+        origin: what the tokens depend on besides the rows and the settings (`tokenize.origin`).
     """
 
     report: Report
@@ -74,7 +68,7 @@ class RunData:
         date = [f"chat template: prints the date of the run, {self.origin['date']}"] if "date" in self.origin else []
         return [
             *date,
-            *(f"{part.name}: {summary(part.rows, part.packed)}" for part in self.parts),
+            *(f"{part.name}: {_summary(part.rows, part.packed)}" for part in self.parts),
             *(line for _, line in self.finding_lines()),
         ]
 
@@ -86,6 +80,17 @@ class RunData:
             (finding, f"{'error' if finding.is_error else 'warning'}: {name}: {text}")
             for (name, finding), text in zip(found, texts, strict=True)
         ]
+
+
+def _summary(rows: TokenTable, packed: TokenTable) -> str:
+    """Describe the number of rows, tokens and targets in one line. ``packed``: the packed rows; ``rows`` themselves without packing."""
+    tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
+    count = counted(len(rows), "row")
+    if packed is not rows:
+        count += f" in {counted(len(packed), 'packed row')}"
+        if without_targets := sum(len(part.table) - len(part) for part in packed.parts):
+            count += f" ({without_targets:,} more without a token to train on)"
+    return f"{count}, {tokens:,} tokens, {targets:,} trained on ({targets / max(1, tokens):.0%})"
 
 
 def preprocess_config(config: RunConfig, day: str | None = None) -> PreprocessConfig:
@@ -135,40 +140,53 @@ def load_data(
             row can be used.
     """
     day = day or today()
-    preprocess = preprocess_config(config, day)
-    eval_preprocess = _eval_preprocess_config(config, preprocess)
-
-    def pack_part(name: str, findings: Sequence[Finding], rows: TokenTable, options: PreprocessConfig) -> PreparedData:
-        """Return the rows before and after packing, with all findings: the given ones, answers that packing cuts, and too long rows."""
-        packed, cut = pack_rows(rows, options)
-        findings = [*([cut_before_answer(cut)] if cut.count else []), *findings]
-        if not len(packed):
-            raise no_row_left(name, findings)
-        return PreparedData(name, [*check_lengths(packed, positions), *findings], rows, packed)
-
-    report = prepare(config.datasets or (), tokenizer, preprocess)
-    rows, eval_parts, eval_row_limit = report.rows, list[PreparedData](), row_length_limit(eval_preprocess)
-    found_in_training = check_rows(report, tokenizer)
+    settings = preprocess_config(config, day)
+    eval_settings = _eval_preprocess_config(config, settings)
+    report, held_out = prepare(config.datasets or (), tokenizer, settings), None
+    rows = report.rows
     if config.test_split_size is not None and len(rows):
-        eval_rows, rows = _split(report, config.test_split_size, _data_seed(config))
-        found_in_eval: list[Finding] = []
-        # If training or eval sets alone pack whole rows, the held-out rows are tokenized again, and cut as rows of eval sets are.
-        if eval_row_limit != row_length_limit(preprocess):
-            held_out = [part.indices for part in eval_rows.parts]
-            eval_report = prepare(config.datasets or (), tokenizer, eval_preprocess, held_out)
-            eval_rows, found_in_eval = eval_report.rows, check_rows(eval_report, tokenizer)
-        found_in_eval += check_overlap(eval_rows, rows, eval_row_limit)
-        eval_parts.append(pack_part("held_out", found_in_eval, eval_rows, eval_preprocess))
-    training = pack_part(TRAINING, found_in_training, rows, preprocess)
-    # The name of the held-out rows, if there are any, comes before the names of eval sets from files.
-    for name, dataset in zip(config.eval_set_names[len(eval_parts) :], config.eval_datasets or (), strict=True):
-        eval_report = prepare([dataset], tokenizer, eval_preprocess)
-        found_in_eval = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows, eval_row_limit)]
-        eval_parts.append(pack_part(name, found_in_eval, eval_report.rows, eval_preprocess))
+        held_out, rows = _split(report, config.test_split_size, _data_seed(config))
+    evaluated = [] if held_out is None else [_read_held_out(config, tokenizer, settings, eval_settings, held_out)]
+    evaluated += [prepare([each], tokenizer, eval_settings) for each in config.eval_datasets or ()]
+    training = _pack(TRAINING, rows, report.findings, settings, positions)
+    eval_parts = []
+    for name, each in zip(config.eval_set_names, evaluated, strict=True):
+        findings = [*each.findings, *check_overlap(each.rows, rows, eval_settings.row_limit)]
+        eval_parts.append(_pack(name, each.rows, findings, eval_settings, positions))
     sampler = training_sampler(config, training.packed, rows_per_step)
     loader = Loader(training.packed, sampler, rank, num_ranks, config.rows_kept_together)
     eval_sets = {each.name: each.packed for each in eval_parts}
     return RunData(report, training, loader, [training, *eval_parts], eval_sets, origin(tokenizer, day))
+
+
+def _read_held_out(
+    config: RunConfig, tokenizer: Any, training: PreprocessConfig, evaluation: PreprocessConfig, rows: TokenTable
+) -> Report:
+    """Return the held-out rows. If training or eval sets alone pack whole rows, they are tokenized again, and cut as rows of eval sets are.
+
+    Args:
+        config, tokenizer: as in `load_data`.
+        training, evaluation: settings for the training rows and for eval sets.
+        rows: the held-out rows as they were tokenized with the training rows, whose findings are theirs, too.
+    """
+    if evaluation.row_limit == training.row_limit:
+        return Report(rows, len(rows), Findings(), [])
+    return prepare(config.datasets or (), tokenizer, evaluation, [part.indices for part in rows.parts])
+
+
+def _pack(
+    name: str, rows: TokenTable, findings: Sequence[Finding], settings: PreprocessConfig, positions: Positions | None
+) -> PreparedData:
+    """Pack rows. Return them with all findings: the given ones, answers that packing cuts, and rows that are longer than ``positions``.
+
+    Raises:
+        DataError: no row is left.
+    """
+    packed, cut = pack_rows(rows, settings.packing, settings.max_length)
+    findings = [*([cut_before_answer(cut)] if cut.count else []), *findings]
+    if not len(packed):
+        raise no_row_left(name, findings)
+    return PreparedData(name, [*check_lengths(packed, positions), *findings], rows, packed)
 
 
 def _split(report: Report, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
@@ -176,11 +194,11 @@ def _split(report: Report, size: float, seed: int) -> tuple[TokenTable, TokenTab
     rows = report.rows
     num_held_out = int(size) if size >= 1 else math.ceil(size * len(rows))
     if num_held_out >= len(rows):
-        causes = [str(each) for each in left_out(report) if each.rows.count]
+        causes = [str(each) for each in report.findings if each.leaves_out]
         if not causes:
             problem, remedy = f"the dataset has only {counted(len(rows), 'row')}", "set a smaller number"
         else:
-            used = f"only {len(rows):,} of {counted(report.read, 'row')} {'is' if len(rows) == 1 else 'are'} used"
+            used = f"only {len(rows):,} of {counted(report.num_read, 'row')} {'is' if len(rows) == 1 else 'are'} used"
             problem, remedy = "; ".join([used, *causes]), "or set a smaller number"
         raise ConfigError(f"test_split_size is {size:g}, but {problem}; {remedy}")
     held_out = np.zeros(len(rows), dtype=bool)

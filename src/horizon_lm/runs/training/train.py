@@ -174,7 +174,7 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     reporter, point, data = run.session.reporter, run.settings.point, run.data
     config, plan, num_steps = run.settings.config, run.settings.plan, run.intervals.num_steps
     model = setup.load_model(config, run.admission.fetch_model(), point is None, run.session.ranks.mesh)
-    end_token_ids = data.report.end_tokens()
+    end_token_ids = data.report.rows.end_tokens()
     if line := end_line(run.tokenizer, model.generation_config, end_token_ids):
         reporter.print(line)
     add_end_tokens(model.generation_config, end_token_ids)
