@@ -54,6 +54,17 @@ def first_non_finite_unit(squared_norms: Mapping[Unit, float], num_blocks: int) 
     return next((unit for unit in order if not math.isfinite(squared_norms[unit])), None)
 
 
+def check_clipping(max_grad_norm: float | None, non_finite: str, update_in_backward: bool) -> None:
+    """Raise ConfigError if the global norm to clip by is not positive, or not known in time. The arguments are those of `SlabOptimizer`."""
+    if max_grad_norm is not None and not max_grad_norm > 0:  # NaN, too
+        raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None for no clipping")
+    if update_in_backward and (max_grad_norm is not None or non_finite == "skip"):
+        raise ConfigError(
+            "update_in_backward changes weights before all gradients are known, so it cannot clip by the global norm "
+            "or skip a step; use it without max_grad_norm and non_finite='skip'"
+        )
+
+
 class SkippedSteps:
     """A counter of steps skipped because of a NaN or infinite gradient.
 

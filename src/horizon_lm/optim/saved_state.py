@@ -41,10 +41,19 @@ class SavedState:
                     tensor.copy_(torch.as_tensor(entry[key]))
 
 
-def as_plain_data(value: Any) -> Any:
+def plain_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return parameter groups as plain data, with the names of their parameters. ``names``: the name of each parameter, by its id."""
+    plain = [{name: _plain(value) for name, value in group.items() if name != "params"} for group in groups]
+    return [
+        {**each, "params": [names[id(param)] for param in group["params"]]}
+        for each, group in zip(plain, groups, strict=True)
+    ]
+
+
+def _plain(value: Any) -> Any:
     """Return a setting of a group as plain data. It may be a number, a tensor or a number of numpy, or a list of these."""
     if isinstance(value, list | tuple):
-        return [as_plain_data(each) for each in value]
+        return [_plain(each) for each in value]
     return value.item() if isinstance(value, torch.Tensor | np.generic) else value
 
 

@@ -19,9 +19,16 @@ from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
 from horizon_lm.memory.kernels.updates import Rule
 from horizon_lm.memory.store import Store
 from horizon_lm.memory.unit_slabs import Slab
-from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, sum_squares
+from horizon_lm.optim.grad_norm import (
+    REMEDY,
+    SkippedSteps,
+    check_clipping,
+    clip_factor,
+    first_non_finite_unit,
+    sum_squares,
+)
 from horizon_lm.optim.moments import Moments
-from horizon_lm.optim.saved_state import LOW_HALF, STEPS, as_plain_data, check_scalars, check_settings, check_state
+from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state, plain_groups
 from horizon_lm.optim.unit_updates import UnitUpdates
 from horizon_lm.optim.update_tasks import StepUpdate, TableRows
 
@@ -57,33 +64,31 @@ class SlabOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._engine: Engine = engine_of(model, f"horizon_lm.{self.rule.name}")
         check_settings(defaults, self.rule)
-        if max_grad_norm is not None and not max_grad_norm > 0:  # NaN, too
-            raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None for no clipping")
-        self._skipped = SkippedSteps(non_finite, max_consecutive_skips)
-        if update_in_backward and (max_grad_norm is not None or non_finite == "skip"):
-            raise ConfigError(
-                "update_in_backward changes weights before all gradients are known, so it cannot clip by the global norm "
-                "or skip a step; use it without max_grad_norm and non_finite='skip'"
-            )
-        self._store: Store = self._engine.store
-        self._names = {id(ref.param): name for name, ref in self._engine.refs.items()}
-        self._steps: dict[torch.Tensor, int] = {}
-        self._has_states = False  # torch's constructor adds groups, whose states need the moments
-        super().__init__(list(params) if params is not None else self._trainable(), defaults)
-        if update_in_backward:
-            apply_in_backward(self._engine, self)
-        allocate_grads(self._engine)
+        check_clipping(max_grad_norm, non_finite, update_in_backward)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[str, float] = {}
         self.non_finite_unit: str | None = None
+        self._skipped = SkippedSteps(non_finite, max_consecutive_skips)
         self._rejection: str | None = None  # why the next step is rejected whatever its gradients are
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
+        self._steps: dict[torch.Tensor, int] = {}  # of each trained parameter
         self._step_in_backward: StepUpdate | None = None  # the step that backward passes are applying
+        self._store: Store = self._engine.store
+        self._names = {id(ref.param): name for name, ref in self._engine.refs.items()}
+        self._has_moments = False
+        super().__init__(list(params) if params is not None else self._trainable(), defaults)
+        self._allocate(moments)
+
+    def _allocate(self, kind: str) -> None:
+        """Allocate gradients and moments for the parameters of all groups, which torch's constructor has added, and compile the kernels."""
+        if self._in_backward:
+            apply_in_backward(self._engine, self)
+        allocate_grads(self._engine)
         rules = {name: self.rule_of(name) for slab in self._store.slabs for name in slab.grad_layout}
-        self._moments = Moments(self._store, moments, rules)
-        self._updates = UnitUpdates(self._engine, self._moments, rules, update_in_backward)
-        self._has_states = True
+        self._moments = Moments(self._store, kind, rules)
+        self._updates = UnitUpdates(self._engine, self._moments, rules, self._in_backward)
+        self._has_moments = True
         for group in self.param_groups:
             self._add_states(group["params"])
         self._updates.compile(self.defaults)
@@ -120,6 +125,25 @@ class SlabOptimizer(torch.optim.Optimizer):
         """
         loss = closure() if closure is not None else None
         rejection, self._rejection = self._rejection, None  # set by `reject_step`, for this step alone
+        self._wait_for_grads()
+        present = self._names_with_grads()
+        has_grads = self.pending if self._in_backward else any(present.values())
+        if not has_grads:  # as in torch, nothing is done
+            return loss
+        squared_norms = sum_squares(self._engine, present)
+        if self._skips(squared_norms, rejection):
+            return loss
+        self.grad_norm = sum(squared_norms.values()) ** 0.5
+        self.unit_grad_norms = {str(unit): square**0.5 for unit, square in squared_norms.items()}
+        if self._step_in_backward is not None:
+            self._engine.grads.squared_norms.clear()
+            self._finish_step(self._step_in_backward)
+        else:
+            self._issue_update(present, clip_factor(self.grad_norm, self.max_grad_norm))
+        return loss
+
+    def _wait_for_grads(self) -> None:
+        """Wait until all gradients of the step are in host memory. Raise StreamingError if an error made them incomplete."""
         engine = self._engine
         engine.resume_interrupted()
         if engine.grads.invalid:
@@ -129,27 +153,23 @@ class SlabOptimizer(torch.optim.Optimizer):
             )
         engine.access.wait_for_grads()
         engine.foreign_writes.follow()
-        present = self._names_with_grads()
-        has_grads = self.pending if self._in_backward else any(present.values())
-        if not has_grads:  # as in torch, nothing is done
-            return loss
-        squared_norms = sum_squares(engine, present)
+
+    def _skips(self, squared_norms: Mapping[Unit, float], rejection: str | None) -> bool:
+        """Skip the step if a gradient is not finite, or if it was rejected. Return whether it is skipped.
+
+        Args:
+            squared_norms: the squared norm of the gradients of each unit.
+            rejection: why the step is rejected whatever its gradients are; None if it is not.
+
+        Raises:
+            NonFiniteError: the step may not be skipped.
+        """
         unit = first_non_finite_unit(squared_norms, self._engine.parts.num_blocks)
         if unit is not None:
             self._reject_gradient_of(unit)
-            return loss
-        if rejection is not None:
+        elif rejection is not None:
             self._skipped.skip(f"{rejection} at step {self._step + 1}")
-            return loss
-        self.grad_norm = sum(squared_norms.values()) ** 0.5
-        self.unit_grad_norms = {str(unit): square**0.5 for unit, square in squared_norms.items()}
-        if self._in_backward:
-            assert self._step_in_backward is not None
-            engine.grads.squared_norms.clear()
-            self._finish_step(self._step_in_backward)
-        else:
-            self._issue_update(present, clip_factor(self.grad_norm, self.max_grad_norm))
-        return loss
+        return unit is not None or rejection is not None
 
     def landed_grad_norm(self) -> float:
         """Return the global norm of the gradients of this step, before clipping. Wait until they are in host memory."""
@@ -294,7 +314,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         except ConfigError:
             self.param_groups.pop()
             raise
-        if self._has_states:
+        if self._has_moments:
             self._add_states(group["params"])
 
     def _add_states(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -318,14 +338,10 @@ class SlabOptimizer(torch.optim.Optimizer):
 
         It covers all steps that were issued, although their updates may still be running.
         """
-        groups = []
-        for group in self.param_groups:
-            settings = {name: as_plain_data(value) for name, value in group.items() if name != "params"}
-            groups.append({**settings, "params": [self._names[id(param)] for param in group["params"]]})
         return {
             "step": self._step,
             "steps": {self._names[id(param)]: count for param, count in self._steps.items()},
-            "groups": groups,
+            "groups": plain_groups(self.param_groups, self._names),
             "seed": self._seed,
             "skipped": self._skipped.state_dict(),
             "grad_norm": self.grad_norm,
@@ -344,7 +360,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it belongs to other parameters or groups, or is damaged; nothing was changed.
         """
-        groups = [[self._names[id(param)] for param in group["params"]] for group in self.param_groups]
+        groups = [group["params"] for group in plain_groups(self.param_groups, self._names)]
         trained = {self._names[id(param)] for param in self._steps}
         check_scalars(scalars, groups, trained, self.rule, tuple(self.defaults))
         for param in self._steps:

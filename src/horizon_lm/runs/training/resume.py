@@ -125,31 +125,46 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
     require_same_training(config, point.folder, bool(point.manifest.base))
     with reading(point):
         before, now = _saved_settings(point, "config", config), settings_of(config)  # both as the user has set them
-        changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
-        may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
+        warnings = _check_changes(point, config, before, now, num_ranks) + rounding_warnings(before, now)
         settled = _saved_settings(point, "settled", config)
-        fatal = [_change(name, before, now) for name in changed if name not in may_change]
-        # The state of the checkpoint fits the choices of its plan, so a setting may also have that value, or be left to the plan.
-        of_state = [
-            name
-            for name in changed
-            if name in settings_with(OnResume.STATE) and now[name] not in (settled.get(name), "auto")
-        ]
-        saved_rows_of_rank, rows_now = _saved_rows_of_rank(point, config), config.rows_per_step * num_ranks
-        rows_before = point.state.get("rows_per_step", rows_now)
-        # Another number of ranks is no change of settings: the step keeps its rows (below).
-        if saved_rows_of_rank != config.rows_per_step and rows_before != rows_now:
-            fatal.append(f"rows per step: {rows_before} -> {rows_now}")
-        packages, installed = point.manifest.packages, installed_packages()
-        fatal += [_change(name, packages, installed) for name in _VERSIONS if packages.get(name) != installed.get(name)]
-        warnings = _reject_or_warn(point, fatal, config, of_state) + rounding_warnings(before, now)
         update = {name: settled[name] for name in _OPEN_TO_PLAN if before[name] == now[name]}
         rows = rows_of_all_ranks(point, config, num_ranks)
-        if rows != rows_now:
-            ranks_before = rows // saved_rows_of_rank
+        if rows != config.rows_per_step * num_ranks:
+            ranks_before = rows // _saved_rows_of_rank(point, config)
             warnings.append(f"resume: {num_ranks} processes instead of {ranks_before}; a step keeps its {rows} rows")
             update |= _batch_settings(config, rows_of_rank=math.ceil(rows / num_ranks))
         return config.model_copy(update=update), warnings
+
+
+def _check_changes(
+    point: ResumePoint, config: RunConfig, before: Mapping[str, Any], now: Mapping[str, Any], num_ranks: int
+) -> list[str]:
+    """Return a warning about changed settings, rows per step and versions that decide the numbers of a run.
+
+    Args:
+        point: the checkpoint.
+        config: the settings of the run.
+        before, now: the settings of the checkpoint's run and of this one, as the user has set them.
+        num_ranks: the present number of ranks.
+
+    Raises:
+        ConfigError: such changes are not allowed.
+    """
+    changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
+    may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
+    changes = [_change(name, before, now) for name in changed if name not in may_change]
+    rows_now = config.rows_per_step * num_ranks
+    rows_before = point.state.get("rows_per_step", rows_now)
+    # Another number of ranks is no change of settings: the step keeps its rows.
+    if _saved_rows_of_rank(point, config) != config.rows_per_step and rows_before != rows_now:
+        changes.append(f"rows per step: {rows_before} -> {rows_now}")
+    packages, installed = point.manifest.packages, installed_packages()
+    changes += [_change(name, packages, installed) for name in _VERSIONS if packages.get(name) != installed.get(name)]
+    # The state of the checkpoint fits the choices of its plan, so a setting may also have that value, or be left to the plan.
+    settled = _saved_settings(point, "settled", config)
+    of_state = [name for name in changed if name in settings_with(OnResume.STATE)]
+    misfits = [name for name in of_state if now[name] not in (settled.get(name), "auto")]
+    return _reject_or_warn(point, changes, config, misfits)
 
 
 def _saved_settings(point: ResumePoint, kind: str, config: RunConfig) -> dict[str, Any]:
