@@ -16,7 +16,7 @@ import horizon_lm
 from horizon_lm.errors import ConfigError
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.training.early_mistakes import mistakes_in_run
-from horizon_lm.runs.training.seeds import seed_step
+from horizon_lm.runs.training.loop import seed_step
 from tests.e2e import resuming, tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs, assert_resumes

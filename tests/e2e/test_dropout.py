@@ -85,7 +85,7 @@ def test_cached_reference_changes_nothing(dropout_model: Path, tmp_path: Path, m
 
 
 def test_one_micro_batch_equals_hugging_face_with_step_seeds(dropout_model: Path, tmp_path: Path) -> None:
-    from horizon_lm.runs.training.seeds import step_seed
+    from horizon_lm.runs.training.loop import step_seed
 
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
     settings = {"device_micro_batch_size": 4, "head": "whole", "max_grad_norm": 0.0, "seed": 7}

@@ -12,7 +12,7 @@ from transformers.integrations import activate_neftune
 from horizon_lm.runs.config import DatasetConfig
 from horizon_lm.runs.data.loader import Sampler, collate
 from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
-from horizon_lm.runs.training.seeds import step_seed
+from horizon_lm.runs.training.loop import step_seed
 from horizon_lm.runs.training.train import train
 from tests.e2e import resuming, tiny
 from tests.e2e.resuming import Runs, assert_resumes

@@ -4,6 +4,8 @@ from contextlib import ExitStack
 from dataclasses import astuple, replace
 from functools import partial
 
+import numpy as np
+
 from horizon_lm.device.host_copy import HostCopy
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import InterruptedRunError, RankLostError, first_line
@@ -20,7 +22,6 @@ from horizon_lm.runs.training.part import Part
 from horizon_lm.runs.training.run import Run, RunResult, Training
 from horizon_lm.runs.training.sampling import Sampling
 from horizon_lm.runs.training.saver import Saver
-from horizon_lm.runs.training.seeds import seed_step
 from horizon_lm.runs.training.spikes import Spikes
 from horizon_lm.runs.training.step_log import StepLog
 from horizon_lm.runs.training.tracing import Tracing
@@ -188,3 +189,23 @@ class Loop:
             output_dir=self.run_dir.path, model_dir=self.keeper.model_dir, num_steps=step, num_skipped=self.optimizer.num_skipped,
             eval_loss_before=self.evaluation.loss_before.value, eval_loss_after=loss_after,
         )  # fmt: skip
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of a step: the first 32-bit word of numpy's ``SeedSequence((seed, step))``.
+
+    After `transformers.set_seed` with this seed, plain Hugging Face draws the same dropout in a step of one
+    micro-batch.
+
+    Args:
+        seed: the seed of the run.
+        step: the step, counted from 1.
+    """
+    return int(np.random.SeedSequence((seed, step)).generate_state(1)[0])
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seed Python, numpy and torch, on the host and on all devices, for a step."""
+    from transformers import set_seed
+
+    set_seed(step_seed(seed, step))
