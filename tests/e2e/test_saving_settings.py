@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
+from horizon_lm.cli.planned_run import _steps_and_saves
 from horizon_lm.errors import ConfigError, InterruptedRunError, StreamingError
 from horizon_lm.runs.admission.inputs import open_source
 from horizon_lm.runs.checkpoints import manifest, saving
@@ -24,6 +25,7 @@ from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.training.best_model import eval_metrics
 from horizon_lm.runs.training.intervals import Intervals
 from horizon_lm.runs.training.keeping import Keeper
+from horizon_lm.runs.training.rows import estimate_sampler
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
@@ -235,6 +237,20 @@ def test_the_plan_has_room_for_the_best_and_the_last_checkpoint(
         del values["eval_steps"]
     saves = Intervals(as_config(values), 8, 4).planned_saves()
     assert (saves.num, min(saves.num, saves.kept + 1)) == (num, at_once)
+
+
+def test_a_plan_knows_the_epochs_of_evaluations(base: dict[str, Any]) -> None:
+    """With a number of steps, the rows of an epoch matter to evaluations after each epoch, too, if each may be the best."""
+    settings = base | {
+        "load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "no", "max_steps": 20, "save_total_limit": None,
+    }  # fmt: skip
+    settings.pop("eval_steps", None)
+    config = as_config(settings)
+    sampler = estimate_sampler(config)
+    assert sampler is not None
+    expected = Intervals(config, 20, sampler.steps_per_epoch).planned_saves()
+    assert _steps_and_saves(config, 1) == (20, expected)
+    assert expected.num > Intervals(config, 20, 20).planned_saves().num
 
 
 def test_the_plan_has_room_if_each_evaluation_finds_a_better_model(base: dict[str, Any], tmp_path: Path) -> None:

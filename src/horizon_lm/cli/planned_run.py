@@ -120,7 +120,7 @@ def _notes_on_weights(run: RunConfig, source: Source) -> list[str]:
 
 def _steps_and_saves(run: RunConfig, num_ranks: int) -> tuple[int | None, Saves]:
     """Return the number of optimizer steps in a run (None if unknown) and its checkpoints."""
-    by_epoch = run.save_strategy == "epoch"
+    by_epoch = run.save_strategy == "epoch" or (run.load_best_model_at_end and run.eval_strategy == "epoch")
     sampler = estimate_sampler(run, num_ranks) if by_epoch or run.max_steps <= 0 else None
     if run.max_steps > 0:
         num_steps = run.max_steps
