@@ -231,6 +231,10 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
             {"packing": True, "packing_strategy": "bfd_split", "datasets": [{"path": "a", "format": "text"}]},
         ),
         (
+            AXOLOTL.replace("datasets:", "sample_packing: true\ntest_datasets: [{path: t, type: completion}]\ndatasets:"),
+            {"packing": True, "packing_strategy": None},
+        ),
+        (
             "base_model: m\nrl: dpo\nmicro_batch_size: 1\ndatasets: [{path: a, type: chat_template.default}]\n",
             {"objective": "dpo", "datasets": [{"path": "a", "columns": {"prompt": "messages"}}]},
         ),
