@@ -62,6 +62,13 @@ def test_a_path_that_does_not_exist(change: str, message: str) -> None:
     assert str(caught.value).endswith(message.replace("HERE", str(Path.cwd())))
 
 
+def test_a_file_elsewhere_hides_no_suggestion() -> None:
+    """A file of the missing name in the working directory, which is not the folder of the model."""
+    Path("tinny.gguf").touch()
+    with pytest.raises(ConfigError, match=r"did you mean tiny\.gguf\?"):
+        read("--gguf_file=tinny.gguf")
+
+
 def test_all_are_named_together() -> None:
     with pytest.raises(
         ConfigError, match=r"^2 invalid settings:\n--model_name_or_path: .*\n--resume_from_checkpoint: "

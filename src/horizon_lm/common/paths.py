@@ -57,8 +57,9 @@ def similar_path(name: str | Path, folder: Path | None = None) -> str:
         name: the path that is missing.
         folder: the folder in which it begins; None for the working directory.
     """
-    close = closest_path(name if folder is None else folder / name)
-    if close is None or exists(str(name)):
+    place = Path(name) if folder is None else folder / name
+    close = closest_path(place)
+    if close is None or exists(str(place)):  # it exists, but is of another kind
         return ""
     shown = close if folder is None else close.relative_to(folder)
     return f"; did you mean {'./' if str(name).startswith('./') else ''}{shown}?"
