@@ -76,7 +76,8 @@ class _LazyCommand(TyperCommand):
         command = typer.main.get_command(single)
         given = list(args)  # which parsing empties
         context = command.make_context(info_name, args, *others, **extra)
-        if takes_settings and not context.resilient_parsing:  # in completion
+        is_completing = context.resilient_parsing
+        if takes_settings and not is_completing:
             require_options(str(self.name), given, [option for each in command.params for option in each.opts])
         return context
 

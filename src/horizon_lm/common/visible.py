@@ -47,7 +47,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _wrapped_line(line: str, width: int) -> list[str]:
-    """Return a line as one or several, as `wrapped` describes."""
+    """Return a line as one or several: further ones begin below its last column or, if it is no row of a table, two further to the right."""
     if len(line) <= width:
         return [line]
     columns = _TABLE.match(line)

@@ -182,7 +182,7 @@ class StreamDevice(Device):
             if task.dropped:
                 return
             self._raise_if_failed(task.op.stream)
-            if task.op.kind == Kind.UPDATE_ROWS:
+            if task.op.kind == Kind.UPDATE_ROWS:  # host work in this stream, whose next copy reads these rows
                 self._update_rows(task)
                 return
             reached = self._record(stream) if self.trace is not None else None

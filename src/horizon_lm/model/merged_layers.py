@@ -102,11 +102,9 @@ class MergedLayers:
         Raises:
             ConfigError: PEFT cannot merge the layer.
         """
-        new = self._replacements
-        values = {
-            name: new[name].to(tensor.dtype, copy=True) if name in new else tensor for name, tensor in base.items()
-        }
-        if group >= len(self._layers):
+        replaced = {name: self._replacements[name] for name in base if name in self._replacements}
+        values = {**base, **{name: each.to(base[name].dtype, copy=True) for name, each in replaced.items()}}
+        if group >= len(self._layers):  # a tensor that comes whole with the adapters
             return values
         layer = self._layers[group]
         # PEFT merges the weights that are in the model. The tensors are put there, and replaced by placeholders once they are merged.

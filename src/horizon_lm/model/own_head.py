@@ -25,11 +25,11 @@ def has_own_head(folder: Path, config: Any, model_class: Any) -> bool:
         return False
     tied = model_class._model_mapping[type(config)]._tied_weights_keys
     files = tuple((path, path.stat().st_mtime_ns) for path in weight_files(folder))
-    return any(_differ(files, *names) for names in (tied.items() if isinstance(tied, dict) else ()))
+    return any(_have_other_values(files, *names) for names in (tied.items() if isinstance(tied, dict) else ()))
 
 
 @lru_cache(maxsize=16)  # several parts of a run read the config
-def _differ(files: tuple[tuple[Path, int], ...], head: str, table: str) -> bool:
+def _have_other_values(files: tuple[tuple[Path, int], ...], head: str, table: str) -> bool:
     """Return whether head and table are both in the files with different values.
 
     Args:
@@ -43,7 +43,7 @@ def _differ(files: tuple[tuple[Path, int], ...], head: str, table: str) -> bool:
             if len(file_of) < 2:
                 return False
             one, other = (file.get_slice(name) for name, file in file_of.items())
-            if one.get_shape() != other.get_shape():
+            if one.get_shape() != other.get_shape():  # rejected when the weights are read
                 return False
             return any(not torch.equal(*parts) for parts in zip(_parts(one), _parts(other), strict=True))
         except (OSError, SafetensorError):  # reported when the weights are read

@@ -131,7 +131,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         if not has_grads:  # as in torch, nothing is done
             return loss
         squared_norms = sum_squares(self._engine, present)
-        if self._skips(squared_norms, rejection):
+        if self._skip_or_raise(squared_norms, rejection):
             return loss
         self.grad_norm = sum(squared_norms.values()) ** 0.5
         self.unit_grad_norms = {str(unit): square**0.5 for unit, square in squared_norms.items()}
@@ -154,7 +154,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         engine.access.wait_for_grads()
         engine.foreign_writes.follow()
 
-    def _skips(self, squared_norms: Mapping[Unit, float], rejection: str | None) -> bool:
+    def _skip_or_raise(self, squared_norms: Mapping[Unit, float], rejection: str | None) -> bool:
         """Skip the step if a gradient is not finite, or if it was rejected. Return whether it is skipped.
 
         Args:

@@ -103,8 +103,9 @@ class UnitUpdates:
         spans = self._spans(step, slab, slab.layout)
         if not spans:
             return None
-        record = self._engine.updates.partial_update.record
-        return TableRows(self.arrays[slab], grads, spans[0], record, self._guard(slab))
+        (span,) = spans  # the table is one tensor
+        record_failure = self._engine.updates.partial_update.record
+        return TableRows(self.arrays[slab], grads, span, record_failure, self._is_finite_once_landed(slab))
 
     def _spans(self, step: StepUpdate, slab: Slab, names: Iterable[str]) -> list[UpdateSpan]:
         """Return the spans of those parameters that lie in a slab; each span is updated alike."""
@@ -123,10 +124,10 @@ class UnitUpdates:
     ) -> Sequence[Move]:
         """Return the update of some spans of a slab. ``grads`` is this rank's range of its gradients; None for that range in the store."""
         values = slab.grads[slab.own_grads] if grads is None else grads
-        record = self._engine.updates.partial_update.record
-        return span_pieces(arrays, spans, as_array(values), record, self._guard(slab))
+        record_failure = self._engine.updates.partial_update.record
+        return span_pieces(arrays, spans, as_array(values), record_failure, self._is_finite_once_landed(slab))
 
-    def _guard(self, slab: Slab) -> Callable[[], bool]:
+    def _is_finite_once_landed(self, slab: Slab) -> Callable[[], bool]:
         """Return a function that returns whether a slab's gradient is finite; each piece of an update calls it, after the landing."""
         if not self._in_backward:  # `step` has checked all gradients
             return lambda: True

@@ -125,6 +125,8 @@ def _copy_files(patterns: Iterable[str], source: Path, target: Path) -> bool:
 class _Base:
     """The tensors of a base by their names in the model. Implements `Tensors`.
 
+    A `Target` converts tensors of the checkpoint to one or several tensors of the model.
+
     Args:
         model: the base without weights.
         checkpoint: its weights, decoded if they are quantized.
@@ -139,7 +141,7 @@ class _Base:
     """
 
     def __init__(self, model: Any, checkpoint: StoredTensors) -> None:
-        self.model, self.checkpoint, self._new = model, checkpoint, model.state_dict()
+        self.model, self.checkpoint, self._initial = model, checkpoint, model.state_dict()
         conversion = find_conversion(model, checkpoint.names)
         check_headers(model, checkpoint, conversion)
         metas = {target: converted_on_meta(model, checkpoint, target) for target in conversion.targets}
@@ -149,8 +151,8 @@ class _Base:
         self.first_names = parameter_names(model)
         # The name by which a target gives a tensor, perhaps another one of a tied parameter; None if the checkpoint lacks it.
         by_parameter = {self.first_names.get(name, name): name for name in self.target_of}
-        self._given_as = {name: by_parameter.get(self.first_names.get(name, name)) for name in self._new}
-        self._given_as |= {name: name for name in self.target_of}
+        self._given_as = {name: by_parameter.get(self.first_names.get(name, name)) for name in self._initial}
+        self._given_as |= {name: name for name in self.target_of}  # a tied name with a tensor of its own keeps it
 
     def lacks(self, name: str) -> bool:
         """Return whether the checkpoint has no value of a tensor, so that it has the value of a new model."""
@@ -159,7 +161,7 @@ class _Base:
     def meta(self, name: str) -> torch.Tensor:
         """Return a meta tensor with the shape and dtype of a tensor of the model."""
         given_as = self._given_as[name]
-        return self._new[name].to("meta") if given_as is None else self._meta[given_as]
+        return self._initial[name].to("meta") if given_as is None else self._meta[given_as]
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return tensors of the model by name; reject values that are not finite."""
@@ -167,7 +169,7 @@ class _Base:
         found: dict[str, torch.Tensor] = {}
         for target in dict.fromkeys(self.target_of[name] for name in given.values()):
             found |= read_target(self.model, self.checkpoint, target)
-        return {name: found[given[name]] if name in given else self._new[name] for name in names}
+        return {name: found[given[name]] if name in given else self._initial[name] for name in names}
 
     def in_folder(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors of the model with the names and in the layout of the checkpoint."""

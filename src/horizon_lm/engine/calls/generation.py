@@ -83,18 +83,18 @@ class GenerationMemory:
             resident -= 1
         buffers = self._buffer_bytes(generation, resident)
         self.peak = buffers + beside_buffers
-        error = self._shortage(generation, needed, buffers, available) if self.peak > available else ""
-        self._limit_residency(resident, error)
+        shortage = self._shortage(generation, needed, buffers, available) if self.peak > available else ""
+        self._agree_on_residency(resident, shortage)
 
-    def _limit_residency(self, resident: int, error: str) -> None:
+    def _agree_on_residency(self, resident: int, shortage: str) -> None:
         """Change the residency to as few blocks as the rank with the least memory can keep, or raise its error on all ranks.
 
         Args:
             resident: blocks that may stay resident on this rank.
-            error: why the call does not fit on this rank; empty if it does.
+            shortage: why the call does not fit on this rank; empty if it does.
         """
         engine = self._engine
-        own = (resident, error)
+        own = (resident, shortage)
         rooms = engine.mesh.exchange("the room for a key-value cache", own)
         for _, message in rooms:
             if message:

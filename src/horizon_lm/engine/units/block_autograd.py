@@ -255,7 +255,7 @@ class BlockAutograd(UnitNode):
             inputs[index] = hidden
         experts = self.saved.experts
         if experts:
-            # In the second half, where `BlockComputation._offload_experts` has put them.
+            # In the second half, where `BlockComputation._offload_experts` has put them: they are as large as the hidden states.
             outputs = take_bytes(ring[num_bytes // 2 :], [call.output_like for call in experts])
             for call, output in zip(experts, outputs, strict=True):
                 call.output = output

@@ -1,4 +1,7 @@
-"""Take the gradients of a unit's parameters, one by one, into a gradient slot."""
+"""Take the gradients of a unit's parameters, one by one, into a gradient slot.
+
+From the slot, the move of STREAM_OUT (`engine.passes.unit_moves`) lands them in host memory (`engine.host.host_grads`).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager

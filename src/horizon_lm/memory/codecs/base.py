@@ -2,6 +2,8 @@
 
 A tensor is packed as its components (codes, scales, tables) one after the other, under the names that published folders
 have for them. A part of a tensor is packed in the same way, so that a device can copy and decode one part at a time.
+
+A new format is also named in `model.quantization`, `model.files.quantized_layouts` and the decoders of `memory.kernels`.
 """
 
 from abc import ABC, abstractmethod

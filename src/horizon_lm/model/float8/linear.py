@@ -28,7 +28,11 @@ def compute(layer: nn.Linear, cast: CastWeight, inputs: torch.Tensor) -> torch.T
 
 
 class _Product(torch.autograd.Function):
-    """The product of inputs (N, I) and a weight (O, I). The gradient of the inputs is computed in FP8, that of the weight is not."""
+    """The product of inputs (N, I) and a weight (O, I). The gradient of the inputs is computed in FP8, the gradient of the weight is not.
+
+    The weight is also given as cast by rows (codes and scales), and as cast by columns for the gradient of the inputs; the latter is None
+    without one.
+    """
 
     @staticmethod
     def forward(
@@ -36,7 +40,9 @@ class _Product(torch.autograd.Function):
         column_codes: torch.Tensor | None, column_scales: torch.Tensor | None, is_trained: bool,
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(inputs if is_trained else None, column_codes, column_scales)
-        with _without_autocast(inputs), nullcontext() if torch.compiler.is_compiling() else plain_operations():
+        # Inside, so that a recompute leaves out the product as a whole (`LazyProducts`); compiled code has no such mode.
+        whole = nullcontext() if torch.compiler.is_compiling() else plain_operations()
+        with _without_autocast(inputs), whole:
             return multiply(cast_rows(inputs), CastRows(codes, scales), inputs.dtype)
 
     @staticmethod

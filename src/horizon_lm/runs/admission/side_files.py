@@ -20,14 +20,14 @@ from horizon_lm.runs.config import RunConfig
 # At most, for what is not written in advance.
 _TOKEN_BYTES = 128  # of a token, in the files of a tokenizer that is not on this machine
 _CONFIG_BYTES = 16 * 2**10
-_ADAPTER_BYTES, _ADAPTER_TENSOR_BYTES = 16 * 2**10, 224  # of PEFT's config and page, and of a tensor in a header
+_ADAPTER_BYTES, _HEADER_ENTRY_BYTES = 16 * 2**10, 224  # of PEFT's config and page, and of a tensor in a header
 _RUN_BYTES = 2**20  # of config.yaml, plan.json, predicted_trace.json and loss.png
 _LINE_BYTES = 2**10  # of a line in metrics.jsonl
 _CHARACTER_BYTES = 8  # of a token in samples.jsonl
 
 
 def side_files(
-    run: RunConfig, source: Source, outline: ModelOutline, num_steps: int | None, export_bytes: int, tokenizer: Any = None
+    run: RunConfig, source: Source, outline: ModelOutline, num_steps: int | None, itemsize: int, tokenizer: Any = None
 ) -> SideFiles:  # fmt: skip
     """Return the bytes of the files of a run that hold no weights.
 
@@ -36,15 +36,15 @@ def side_files(
         source: its model.
         outline: the outline of the model.
         num_steps: optimizer steps of the run; None if unknown.
-        export_bytes: bytes per element of the exported model.
+        itemsize: bytes per element of the exported model.
         tokenizer: the tokenizer of the run; None if it is not loaded.
     """
     saved_bytes = _tokenizer_bytes(outline, tokenizer)
     if outline.base_is_frozen:
         trained = sum(len(slab.grad_layout.entries) for slab in outline.layout.slabs())
-        saved_bytes += _ADAPTER_BYTES + _ADAPTER_TENSOR_BYTES * trained
+        saved_bytes += _ADAPTER_BYTES + _HEADER_ENTRY_BYTES * trained
     else:
-        saved_bytes += _model_bytes(source, export_bytes) if source.is_local else _CONFIG_BYTES
+        saved_bytes += _model_bytes(source, itemsize) if source.is_local else _CONFIG_BYTES
     return SideFiles(saved_bytes, _bytes_of_records(run, num_steps))
 
 

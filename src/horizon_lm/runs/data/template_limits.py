@@ -81,14 +81,15 @@ class _Server:
         """Start a process that renders, and return it. An inherited one, from before a fork, is kept but not used: this process and its
         parent would read each other's answers.
         """
-        self._inherited.append(self._process)
+        if self._process is not None:
+            self._inherited.append(self._process)
         self._process, self._owner = None, os.getpid()
         file = Path(__file__).with_name("template_server.py")
         try:
             return subprocess.Popen(
                 [sys.executable, "-P", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 text=True, encoding="utf-8", env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # a signal to the group of a run lets it finish its rows
+                start_new_session=True,  # a signal to the run's group does not end it while rows are unfinished
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(

@@ -121,11 +121,11 @@ def _report_panics() -> None:
 def _reporting(encode: Any) -> Any:
     """Return a method that encodes as ``encode`` does, but raises ConfigError if the Rust code of the tokenizer panics."""
 
-    @wraps(encode, assigned=())
+    @wraps(encode, assigned=())  # keeps the name of this module, by which `_report_panics` knows the method
     def reporting(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return encode(tokenizer, *args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # a panic is no Exception
             if type(error).__name__ != _PANIC:
                 raise
             raise ConfigError(

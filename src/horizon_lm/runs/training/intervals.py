@@ -74,10 +74,10 @@ class Intervals:
 
     def planned_saves(self) -> Saves:
         """Return the checkpoints that the run writes and keeps, if each evaluation finds a better model."""
-        config, last_step = self.config, self.num_steps - 1  # the last one after which anything is saved
+        config, last_step = self.config, self.num_steps - 1  # the last one after which settings decide whether to save
         save_interval = self._steps_between(config.save_strategy, config.save_steps)
-        # ``num_of_best``: checkpoints that are written only because they are the best.
-        num_regular, num_of_best = last_step // save_interval, 0
+        num_regular = last_step // save_interval
+        num_of_best = 0  # checkpoints that are written only because they are the best
         if config.load_best_model_at_end:
             eval_interval = self._steps_between(config.eval_strategy, config.eval_steps or config.logging_steps)
             num_of_both = last_step // math.lcm(save_interval, eval_interval)
@@ -91,8 +91,9 @@ class Intervals:
         return step != self.num_steps and step % self._steps_between(strategy, interval) == 0
 
     def _steps_between(self, strategy: str, interval: float) -> int:
+        """Return the interval of a strategy in steps; that of ``no`` is the whole run, at whose end nothing is due."""
         if strategy == "no":
-            return self.num_steps  # after which nothing is due
+            return self.num_steps
         return self.steps_per_epoch if strategy == "epoch" else self._interval_of(interval)
 
     def _interval_of(self, number_or_share: float) -> int:

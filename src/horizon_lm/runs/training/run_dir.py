@@ -1,4 +1,17 @@
-"""The output folder of a run: its lock, and the files that a run writes besides its checkpoints and models."""
+"""The output folder of a run: its lock, and the files that a run writes besides its checkpoints and models.
+
+=======================================  ================================  =========================================
+file                                     written                           by
+=======================================  ================================  =========================================
+``config.yaml``, ``plan.json``           before the first step             `RunDir`
+``predicted_trace.json``                 with ``plan.json``                `RunDir`
+``trace.json``                           after ``trace_steps``             `tracing`
+``metrics.jsonl``, ``samples.jsonl``     after steps, as `intervals` says  `step_log`, `evaluation`, `sampling`
+``checkpoint-STEP``                      after steps, and before an end    `saver` says when, `keeping` where
+``bad-batches``                          for a step that is not finite     `bad_rows`
+``model``, ``loss.png``                  at the end                        `keeping`, `step_log`
+=======================================  ================================  =========================================
+"""
 
 import json
 import tempfile
