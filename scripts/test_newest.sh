@@ -13,7 +13,7 @@ tests=("$@")
 if [ $# = 0 ]; then  # numbers, the uses of a plain model, trainers, a sample of all model types, and runs
     tests=(
         tests/numerics/test_parity.py tests/numerics/test_opening.py tests/numerics/test_packing.py tests/seams tests/trainer
-        tests/census tests/repository/test_fragile_names.py tests/e2e/test_resume.py tests/e2e/test_merge.py tests/e2e/test_eval.py
+        tests/census tests/repository/test_fragile_names.py tests/e2e/test_resume.py tests/laws/test_runs.py tests/e2e/test_merge.py tests/e2e/test_eval.py
     )
 fi
 

@@ -13,7 +13,7 @@ tests=("$@")
 skipped=""
 if [ $# = 0 ]; then  # skip tests that take minutes and hardly depend on versions, and tests that need all dependencies
     skipped="chunking compile convergence memory plan_bytes reference train trl"
-    tests=(tests/repository/test_fragile_names.py)
+    tests=(tests/repository/test_fragile_names.py tests/laws/test_placement.py tests/laws/test_updates.py)
     for file in tests/numerics/test_*.py; do
         name=${file##*/test_}
         [[ " $skipped " = *" ${name%.py} "* ]] || tests+=("$file")

@@ -45,9 +45,11 @@ def test_each_setting_has_one_rule_of_resuming() -> None:
         assert found.count(found[0]) == len(found)
 
 
+@pytest.mark.parametrize("allowed", [False, True])
 @pytest.mark.parametrize(("objective", "name"), SETTINGS)
-def test_another_value_on_resume_does_what_the_rule_says(objective: str, name: str) -> None:
-    config = plan_config(objective=objective, model_name_or_path="m")
+def test_another_value_on_resume_does_what_the_rule_says(objective: str, name: str, allowed: bool) -> None:
+    """Also with `resume_with_changes`, which allows what needs no other state."""
+    config = plan_config(objective=objective, model_name_or_path="m", resume_with_changes=allowed)
     settled = settings_of(config)
     given = settled | {name: 2 * settled[name] if name in ROWS else "another value"}
     rules = rules_of(SCHEMAS[objective], name)
@@ -55,6 +57,10 @@ def test_another_value_on_resume_does_what_the_rule_says(objective: str, name: s
         settled = given
     state = {"config": given, "settled": settled, "rows_per_step": config.rows_per_step}
     point = ResumePoint(Path("checkpoint-1"), Manifest(1, "bf16", None, {}, {}, []), state)
+    if not rules and allowed:
+        _, (line,) = apply_settings(config, point)
+        assert f"the run differs from an uninterrupted one: {name}: another value -> " in line
+        return
     if rules in ([], [OnResume.STATE]):
         with pytest.raises(ConfigError, match=f"these have changed: {name}: another value -> ") as caught:
             apply_settings(config, point)

@@ -291,27 +291,11 @@ def test_system_message() -> None:
         ('{"prompt": "a"\n', "rows.jsonl:1:15: not valid JSON"),
         ('[{"prompt": 1},\n', "one JSON list"),
         ('[{"prompt": 1}\n {"prompt": 2}]\n', "rows.jsonl:2:2: not valid JSON (expecting ',')"),
-        ("[1] 2\n", "rows.jsonl:1:5: not valid JSON (unexpected text after the list)"),
-        ("", "no rows found"),
-        ("[]", "no rows found"),
-        ("7\n", "a row must be an object"),
-        ('{"txt": "a"}\n', "the row has 'txt', which matches no known format"),
-        ('{"chosen": "a", "rejected": "b"}\n', "rows in preference format are not supported with objective: sft"),
         ('{"prompt": "a", "completion": null}\n', "rows.jsonl:1: field 'completion' must be text or a list of"),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', "rows.jsonl:2: field 'completion' must be text or a"),
         (
-            '{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}\n',
-            "both must be text, or both lists",
-        ),
-        (
             '{"prompt": "a", "completion": ["b", "c"]}\n',
             "field 'completion' is a list of texts; write one in each row",
-        ),
-        ('{"messages": []}\n', "must be a list of"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}\n', "messages[0].role is 'bot'"),
-        (
-            '{"conversations": [{"from": "bot", "value": "a"}]}\n',
-            "conversations[0].from is 'bot'; it must be one of human, gpt, system, observation, function_call, function, developer, user, assistant, tool",
         ),
         ('{"messages": [{"from": 7, "value": "a"}]}\n', "messages[0].from must be text, but is a number"),
         ('{"conversations": [{"from": "gpt", "value": 7}]}\n', "conversations[0].value must be text, but is a number"),
@@ -325,18 +309,8 @@ def test_system_message() -> None:
         ),
         ('{"conversations": [{"from": "function_call", "value": "{}"}]}\n', "conversations[0].value: a call must have"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}\n', "messages[0].content must be text"),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
-            "a part of type 'image'; only text is supported",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, '
-            '{"role": "assistant", "content": "c"}]}\n',
-            "turns 1 and 2 are both the user's",
-        ),
         ('{"messages": [{"role": "user", "content": "a", "audio": 1}]}\n', "messages[0].audio is not supported"),
         ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}\n', "tool_calls must be a list of calls"),
-        ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "{"}\n', "field 'tools' is not valid JSON"),
         ('{"instruction": "a", "output": "b", "history": ["c"]}\n', "'history' must be a list of pairs"),
         (
             '{"prompt": "a", "completion": "b", "chat_template_kwargs": {"enable_thinking": false}}\n',

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import horizon_lm
 from horizon_lm.errors import InterruptedRunError
@@ -144,3 +146,26 @@ def assert_resumes(
     assert state.keys() >= {*FORMAT, "rows_per_step"}
     for step in steps:
         assert resume(runs, settings, whole, step, tmp_path / f"from-{step}", **options, **make()) == expected, step
+
+
+class LogTheFifth(TrainerCallback, ExportableState):
+    """Logs the fifth step that it sees."""
+
+    def __init__(self, num_steps: int = 0) -> None:
+        self.num_steps = num_steps
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"num_steps": self.num_steps}}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_steps += 1
+        control.should_log = self.num_steps == 5
+
+
+def as_dpo(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    pairs = [
+        {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars.", "rejected": "Rain, rain, rain."}
+        for n in range(14)
+    ]
+    rows = tiny.write_jsonl(folder / "pairs.jsonl", pairs)
+    return settings | {"objective": "dpo", "datasets": [{"path": str(rows)}]}

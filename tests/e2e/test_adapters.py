@@ -91,26 +91,6 @@ def test_a_run_equals_plain_peft(base: dict[str, Any], tmp_path: Path, kind: str
         assert torch.allclose(saved[name], value, rtol=1e-4, atol=2e-6), name
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "fp32_master": {},
-    "float32, dora": {"precision": "float32", "use_dora": True},
-    "bf16, 8-bit moments": {"precision": "bf16", "moments": "8bit"},
-    "a copy of the embedding": {"lora_modules_to_save": ["embed_tokens", "lm_head"]},
-    "lora of the embedding": {
-        "lora_target_modules": ["q_proj", "embed_tokens"],
-        "update_in_backward": True,
-        "max_grad_norm": 0,
-    },
-    "in backward": {"update_in_backward": True, "max_grad_norm": 0},
-    "micro-batches": {"gradient_accumulation_steps": 2, "device_micro_batch_size": 2},
-}
-
-
-@pytest.mark.parametrize("mode", thinned(MODES, every=3))
-def test_resume_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path, mode: str) -> None:
-    assert_resumes(runs, base | MODES[mode], tmp_path, (1, 4))
-
-
 def test_adapters_of_experts_in_tiles(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
     """A run in tiles is resumed exactly, and exports the adapters of a run with whole blocks."""
     tokenizer = tiny.build_tokenizer()

@@ -14,8 +14,7 @@ from horizon_lm.runs.data.loader import Sampler, collate
 from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.runs.training.loop import step_seed
 from horizon_lm.runs.training.train import train
-from tests.e2e import resuming, tiny
-from tests.e2e.resuming import Runs, assert_resumes
+from tests.e2e import tiny
 from tests.support.thinned_cases import thinned
 
 NOISE = {"neftune_noise_alpha": 5.0}
@@ -68,7 +67,3 @@ def test_kept_and_recomputed_blocks_see_the_same_noise(model: Path, tmp_path: Pa
     kept = losses_of(model, rows, tmp_path / "kept", **NOISE, resident_blocks=2, resident_graphs=2)
     recomputed = losses_of(model, rows, tmp_path / "recomputed", **NOISE, resident_blocks=0, resident_graphs=0)
     assert kept == recomputed
-
-
-def test_resume_is_exact(runs: Runs, model: Path, tmp_path: Path) -> None:
-    assert_resumes(runs, resuming.settings(tmp_path, model) | NOISE, tmp_path, (4,))

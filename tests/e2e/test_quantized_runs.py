@@ -28,13 +28,6 @@ def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return resuming.settings(tmp_path_factory.mktemp("rows"), model) | QLORA
 
 
-@pytest.mark.parametrize(
-    "mode", thinned([{"precision": "bf16", "moments": "8bit", "use_bnb_nested_quant": True}, {}], every=2)
-)
-def test_resume_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path, mode: dict[str, Any]) -> None:
-    assert_resumes(runs, base | mode, tmp_path, (4,))
-
-
 def test_a_flipped_bit_of_the_base_is_another_base(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
     """A checkpoint has the hash of the codes: one bit of them suffices, and the unit is named."""
     runs.interrupt({**base, "output_dir": str(tmp_path / "run")}, stop_after=3)

@@ -13,8 +13,6 @@ import datasets
 import pytest
 import torch
 import xxhash
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
 import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
@@ -26,7 +24,7 @@ from horizon_lm.runs.checkpoints.unit_file import UnitFile
 from horizon_lm.runs.training import resume as resume_module
 from horizon_lm.runs.training import train
 from tests.e2e import resuming, tiny
-from tests.e2e.resuming import SAVING, Runs, assert_resumes, resume
+from tests.e2e.resuming import SAVING, LogTheFifth, Runs, as_dpo, assert_resumes, resume
 from tests.support import handmade_outlines
 from tests.support.dying_devices import Death, dying
 from tests.support.thinned_cases import thinned
@@ -44,20 +42,6 @@ def test_resume_after_a_signal_is_exact(runs: Runs, base: dict[str, Any], tmp_pa
     outcome, lines = runs.train(cut)
     assert f"resume: from {tmp_path / 'cut' / 'checkpoint-5'} (step 5 of 8)" in lines
     assert outcome == expected
-
-
-class LogTheFifth(TrainerCallback, ExportableState):
-    """Logs the fifth step that it sees."""
-
-    def __init__(self, num_steps: int = 0) -> None:
-        self.num_steps = num_steps
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"num_steps": self.num_steps}}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.num_steps += 1
-        control.should_log = self.num_steps == 5
 
 
 def flip(folder: Path) -> None:
@@ -98,65 +82,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 
 IN_BACKWARD = {"update_in_backward": True, "max_grad_norm": 0}
-PACKING = {"packing": True, "max_length": 48, "weight_decay": 0.1}
-SMALL_BATCHES = {"gradient_accumulation_steps": 2, "device_micro_batch_size": 2}
-FROZEN = {"trainable": "model.layers.1"}
-EPOCHS = {"max_steps": -1, "num_train_epochs": 2.0, "lr_scheduler_type": "linear", "non_finite": "skip"}
-DPO, MIXTURE, CALLBACK = {"dpo": True}, {"mixture": True}, {"callback": True}
-# Each precision with each kind of moments, and each other feature with each of both.
-MODES: dict[tuple[str, str], list[dict[str, Any]]] = {
-    ("float32", "float32"): [PACKING, CALLBACK],
-    ("float32", "bfloat16"): [IN_BACKWARD, DPO],
-    ("float32", "8bit"): [FROZEN, SMALL_BATCHES, MIXTURE],
-    ("fp32_master", "float32"): [IN_BACKWARD, MIXTURE, {"lr_scheduler_type": "constant_with_warmup"}],
-    ("fp32_master", "bfloat16"): [PACKING, EPOCHS, FROZEN],
-    ("fp32_master", "8bit"): [DPO, SMALL_BATCHES, CALLBACK],
-    ("bf16", "float32"): [DPO, EPOCHS, FROZEN],
-    ("bf16", "bfloat16"): [MIXTURE, CALLBACK, SMALL_BATCHES],
-    ("bf16", "8bit"): [PACKING, IN_BACKWARD, {"lr_scheduler_type": "polynomial", "warmup_steps": 3}],
-}
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [pytest.param(mode, marks=[pytest.mark.slow] * (number % 4 > 0)) for number, mode in enumerate(MODES)],
-    ids=" ".join,
-)
-def test_resume_is_exact_in_all_modes(
-    runs: Runs, base: dict[str, Any], tmp_path: Path, mode: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    precision, moments = mode
-    chosen = base | {"precision": precision, "moments": moments}
-    for feature in MODES[mode]:
-        chosen |= feature
-    if chosen.pop("dpo", False):
-        chosen = as_dpo(chosen, tmp_path)
-    if chosen.pop("mixture", False):
-        more = tiny.write_jsonl(tmp_path / "more.jsonl", [{"text": f"The rain comes on night {n}."} for n in range(7)])
-        chosen |= {"datasets": [*base["datasets"], {"path": str(more), "weight": 0.5}], "train_on": "all"}
-    make: Callable[[], dict[str, Any]] = dict
-    if chosen.pop("callback", False):
-        make = lambda: {"callbacks": [LogTheFifth()]}  # noqa: E731
-    assert_resumes(runs, chosen, tmp_path, (1, 4), make)
-
-
-def test_resume_with_lion_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
-    chosen = base | {"optim": "lion", "adam_beta2": 0.99, "precision": "bf16", "moments": "8bit"} | IN_BACKWARD
-    assert_resumes(runs, chosen, tmp_path, (1, 4))
-
-
-def test_resume_with_muon_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
-    assert_resumes(runs, base | {"optim": "muon", "precision": "fp32_master", "moments": "bfloat16"}, tmp_path, (1, 4))
-
-
-def as_dpo(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    pairs = [
-        {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars.", "rejected": "Rain, rain, rain."}
-        for n in range(14)
-    ]
-    rows = tiny.write_jsonl(folder / "pairs.jsonl", pairs)
-    return settings | {"objective": "dpo", "datasets": [{"path": str(rows)}]}
 
 
 @pytest.mark.parametrize("in_backward", thinned([True, False], every=2))
@@ -268,28 +193,17 @@ def test_changes_of_the_trajectory_are_rejected(
     assert (tmp_path / "cut" / "checkpoint-2").is_dir()
 
 
-@pytest.mark.parametrize("allowed", [False, True])
 @pytest.mark.parametrize(
-    ("settings", "change"),
-    [
-        ({}, {"precision": "float32"}),
-        ({}, {"optim": "lion"}),
-        ({}, {"moments": "bfloat16"}),
-        ({}, {"trainable": "lm_head"}),
-        ({"use_peft": True}, {"lora_r": 4}),
-        ({"use_peft": True}, {"lora_target_modules": ["q_proj"]}),
-        ({"use_peft": True}, {"use_dora": True}),
-    ],
-    ids=str,
+    ("settings", "name", "change"),
+    [({}, "moments", "bfloat16"), ({"use_peft": True}, "lora_target_modules", ["q_proj"])],
 )
 def test_a_change_that_needs_another_state_is_never_allowed(
-    runs: Runs, base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], change: dict[str, Any], allowed: bool
+    runs: Runs, base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], name: str, change: Any
 ) -> None:
     cut = {**base, **settings, "output_dir": str(tmp_path / "cut")}
     runs.interrupt(cut, stop_after=1)
-    (name,) = change
     with pytest.raises(ConfigError, match=f"have changed: .*restore {name}, without which") as caught:
-        horizon_lm.train(cut | change | {"seed": 7, "resume_with_changes": allowed}, print_fn=lambda line: None)
+        horizon_lm.train(cut | {name: change, "seed": 7, "resume_with_changes": True}, print_fn=lambda line: None)
     assert f"{name}: " in str(caught.value)
     assert "seed: 42 -> 7" in str(caught.value)
     assert "resume_with_changes" not in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, PartialUpdateError, StreamingError
+from horizon_lm.errors import ConfigError, NonFiniteError, PartialUpdateError, StreamingError
 from horizon_lm.optim import update_tasks
 from horizon_lm.optim.grad_norm import sum_squares
 from tests.support import tiny_models
@@ -40,42 +40,6 @@ def test_equals_torch_in_float32(clip: float | None, backwards: int, tied: bool)
         assert (masters(model)[name] - theirs).norm() < 1e-5 * movement, name
 
 
-def test_fp32_master_is_an_exact_float32_master() -> None:
-    """The same gradients give the same bits as an optimizer whose weights are float32."""
-    reference = tiny_models.build("llama")
-    split = horizon_lm.stream(copy.deepcopy(reference), precision="fp32_master", head="whole")
-    plain = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head="whole")
-    optimizers = [horizon_lm.AdamW(m, max_grad_norm=0.3, **HYPER) for m in (split, plain)]
-    for step in range(10):
-        split(**tiny_models.batch(seed=step)).loss.backward()
-        for param in plain.parameters():
-            param.grad = None
-        plain(**tiny_models.batch(seed=step)).loss.backward()
-        for ours, other in zip(split.parameters(), plain.parameters(), strict=True):
-            other.grad.copy_(ours.grad)  # both optimizers get the bf16 gradients
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, master in masters(split).items():
-        assert torch.equal(master, masters(plain)[name]), name
-        high = (master.view(torch.int32) + 0x8000) >> 16  # the nearest bf16 value; ties go away from zero
-        assert torch.equal(split.get_parameter(name).detach().view(torch.int16), high.to(torch.int16)), name
-
-
-def test_bf16_follows_float32_on_average() -> None:
-    reference = tiny_models.build("llama")
-    start = {n: p.detach().clone() for n, p in reference.named_parameters()}
-    model = horizon_lm.stream(copy.deepcopy(reference), precision="bf16", head="whole")
-    hyper = HYPER | {"lr": 1e-4}  # far below the spacing of bf16 weights
-    run(model, horizon_lm.AdamW(model, **hyper), 20)
-    run(reference, torch.optim.AdamW(reference.parameters(), **hyper), 20)
-    name = "model.layers.1.mlp.up_proj.weight"
-    expected = (reference.get_parameter(name) - start[name]).flatten()
-    got = (masters(model)[name] - start[name].to(torch.bfloat16).float()).flatten()
-    slope = (got @ expected / (expected @ expected)).item()
-    assert 0.8 < slope < 1.2
-
-
 def test_schedulers_and_param_groups() -> None:
     reference = tiny_models.build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head="whole")
@@ -96,69 +60,6 @@ def test_schedulers_and_param_groups() -> None:
             optimizer.zero_grad()
     for name, param in reference.named_parameters():
         torch.testing.assert_close(masters(model)[name], param.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_state_dict_resumes_training_bit_for_bit() -> None:
-    def fresh() -> tuple[Any, Any]:
-        model = horizon_lm.stream(tiny_models.build("llama"), precision="float32", head="whole")
-        return model, horizon_lm.AdamW(model, **HYPER)
-
-    model, optimizer = fresh()
-    run(model, optimizer, 3)
-    saved = copy.deepcopy(optimizer.state_dict()), {k: v.clone() for k, v in model.state_dict().items()}
-    run(model, optimizer, 2)
-    other, other_optimizer = fresh()
-    other.load_state_dict(saved[1])
-    other_optimizer.load_state_dict(saved[0])
-    run(other, other_optimizer, 2)
-    for name, master in masters(model).items():
-        assert torch.equal(masters(other)[name], master), name
-
-
-def test_the_norm_is_computed_from_stored_gradients() -> None:
-    model = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master")
-    optimizer = horizon_lm.AdamW(model, max_grad_norm=0.1)
-    model(**tiny_models.batch()).loss.backward()
-    expected = torch.cat([p.grad.float().flatten() for p in model.parameters()]).double().norm()
-    optimizer.step()
-    assert optimizer.grad_norm == pytest.approx(expected.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_non_finite_gradient_updates_no_weight(value: float) -> None:
-    model = horizon_lm.stream(tiny_models.build("llama"))
-    optimizer = horizon_lm.AdamW(model, max_grad_norm=1.0)
-    before = masters(model)
-    model(**tiny_models.batch()).loss.backward()
-    model.model.layers[1].mlp.up_proj.weight.grad[3, 4] = value
-    with pytest.raises(NonFiniteError, match="block1"):
-        optimizer.step()
-    assert all(torch.equal(before[name], after) for name, after in masters(model).items())
-    optimizer.zero_grad()
-    run(model, optimizer, 1)
-    assert not all(torch.equal(before[name], after) for name, after in masters(model).items())
-
-
-def test_invalid_settings_are_rejected() -> None:
-    model = horizon_lm.stream(tiny_models.build("llama"))
-    wrong = {"lr": [-1, float("nan"), None], "eps": [float("inf")], "betas": [(0.9,), 0.9, (0.9, 1.0)]}
-    for name, values in wrong.items():
-        for value in values:
-            with pytest.raises(ConfigError, match="out of range"):
-                horizon_lm.AdamW(model, **{name: value})
-    for norm in (0, -1.0, float("nan")):
-        with pytest.raises(ConfigError, match="max_grad_norm"):
-            horizon_lm.AdamW(model, max_grad_norm=norm)
-    with pytest.raises(ConfigError, match="streamed model"):
-        horizon_lm.AdamW(tiny_models.build("llama"))
-    for param in model.parameters():
-        param.requires_grad_(False)
-    with pytest.raises(ConfigError, match="frozen"):
-        horizon_lm.AdamW(horizon_lm.stream(_frozen()))
-
-
-def _frozen() -> Any:
-    return tiny_models.build("llama").requires_grad_(False)
 
 
 # The optimizer with given gradients
@@ -291,19 +192,6 @@ def losses(model: Any, optimizer: Any, num_steps: int = 8) -> list[float]:
     return got
 
 
-@pytest.mark.parametrize(
-    ("precision", "moments"), thinned(itertools.product(["fp32_master", "bf16"], ["bfloat16", "8bit"]))
-)
-def test_reduced_precision_moments_train_like_fp32(precision: str, moments: str) -> None:
-    def run_with(kind: str) -> list[float]:
-        model = horizon_lm.stream(tiny_models.build("llama"), precision=precision)
-        return losses(model, horizon_lm.AdamW(model, lr=2e-3, moments=kind), 24)
-
-    full, few = run_with("float32"), run_with(moments)
-    assert full[-1] < full[0] - 0.3
-    assert few[-1] == pytest.approx(full[-1], abs=0.05 * (full[0] - full[-1]))
-
-
 def test_accumulation_in_fp32_rounds_less() -> None:
     def error(grad_dtype: torch.dtype | None) -> float:
         model = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master", grad_dtype=grad_dtype)
@@ -319,26 +207,6 @@ def test_accumulation_in_fp32_rounds_less() -> None:
 
     assert error(torch.float32) < 1e-6
     assert error(None) > 1e-3
-
-
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_state_of_every_moment_format_is_restored(moments: str) -> None:
-    def fresh() -> tuple[Any, Any]:
-        model = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master")
-        return model, horizon_lm.AdamW(model, lr=1e-3, moments=moments)
-
-    model, optimizer = fresh()
-    losses(model, optimizer, 3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    other, other_optimizer = fresh()
-    losses(other, other_optimizer, 1)
-    other_optimizer.load_state_dict(saved)
-    for param, same in zip(model.parameters(), other.parameters(), strict=True):
-        for key, value in optimizer.state[param].items():
-            assert torch.equal(value, other_optimizer.state[same][key]), key
-    wrong = "float32" if moments == "8bit" else "8bit"
-    with pytest.raises(ConfigError, match="other moments"):
-        horizon_lm.AdamW(horizon_lm.stream(tiny_models.build("llama")), moments=wrong).load_state_dict(saved)
 
 
 # Updates in threads, and in the backward pass
@@ -384,39 +252,6 @@ def test_reading_a_gradient_after_the_step_waits_for_the_update() -> None:
     assert all(torch.equal(masters(model)[n], value) for n, value in masters(other).items())
 
 
-@pytest.mark.parametrize(
-    ("precision", "tied", "micro_batch_size"),
-    thinned(itertools.product(("float32", "fp32_master", "bf16"), (False, True), (None, 1)), every=5),
-)
-def test_update_in_backward_gives_the_same_bits(precision: str, tied: bool, micro_batch_size: int | None) -> None:
-    results = []
-    for in_backward in (False, True):
-        model = horizon_lm.stream(
-            tiny_models.build("llama", tie_word_embeddings=tied), precision=precision,
-            device_micro_batch_size=micro_batch_size,
-        )  # fmt: skip
-        optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=in_backward)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
-        got = []
-        for step in range(4):
-            loss = model(**tiny_models.batch(seed=step)).loss
-            got.append(loss.item())
-            loss.backward()
-            if in_backward:
-                with pytest.raises(StreamingError, match="does not keep them"):
-                    _ = model.lm_head.weight.grad
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            got.append(pytest.approx(optimizer.grad_norm, rel=1e-12))
-            with torch.no_grad():
-                got.append(model(**tiny_models.batch(seed=50)).loss.item())
-        results.append((got, masters(model)))
-    assert results[0][0] == results[1][0]
-    for name, master in results[0][1].items():
-        assert torch.equal(results[1][1][name], master), name
-
-
 def test_update_in_backward_rejects_unsupported_uses() -> None:
     model = horizon_lm.stream(tiny_models.build("llama"))
     for options in ({"max_grad_norm": 1.0}, {"non_finite": "skip"}):
@@ -459,22 +294,6 @@ def _poison_gradient(hidden: torch.Tensor) -> torch.Tensor:
     if hidden.requires_grad:
         hidden.register_hook(lambda grad: torch.full_like(grad, float("nan")))
     return hidden
-
-
-def test_a_non_finite_step_is_skipped_on_request() -> None:
-    model = horizon_lm.stream(tiny_models.build("llama"))
-    optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=1.0, non_finite="skip")
-    losses(model, optimizer, 1)
-    before = masters(model)
-    model(**tiny_models.batch()).loss.backward()
-    model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = float("inf")
-    with pytest.warns(NonFiniteWarning, match="block0"):
-        optimizer.step()
-    optimizer.zero_grad()
-    assert optimizer.num_skipped == 1
-    assert all(torch.equal(before[name], after) for name, after in masters(model).items())
-    losses(model, optimizer, 1)
-    assert optimizer.state[next(model.parameters())]["step"] == 2
 
 
 def skipping(**options: Any) -> tuple[Any, Any]:
@@ -536,27 +355,6 @@ def test_frozen_parameters_take_no_memory_and_do_not_change() -> None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         moments = horizon_lm.stats(model)["host_bytes_by_kind"]["moments"]
         assert moments <= 8 * trained + 8 * 4096 * len(model._horizon.engine.store.units)
-
-
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_size_of_pieces_changes_no_bit(monkeypatch: pytest.MonkeyPatch, moments: str) -> None:
-    """Spans of different sizes have pieces of different sizes, one of them in part."""
-    found, sizes = [], set()
-    piece_elements = update_tasks.piece_elements
-
-    def note(numel: int) -> int:
-        sizes.add(piece_elements(numel))
-        return piece_elements(numel)
-
-    monkeypatch.setattr(update_tasks, "piece_elements", note)
-    for smallest, enough in ((1 << 19, 64), (256, 4)):
-        monkeypatch.setattr(update_tasks, "_PIECE_ELEMENTS", smallest)
-        monkeypatch.setattr(update_tasks, "_ENOUGH_PIECES", enough)
-        model = horizon_lm.stream(tiny_models.build("llama"), precision="bf16")
-        run(model, horizon_lm.AdamW(model, moments=moments, **HYPER), 2)
-        found.append(masters(model))
-    assert len(sizes) > 2  # one of the default, two of small pieces
-    assert all(map(torch.equal, found[0].values(), found[1].values()))
 
 
 @pytest.mark.parametrize(

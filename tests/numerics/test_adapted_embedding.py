@@ -16,17 +16,9 @@ from peft import LoraConfig, get_peft_model
 import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.model.adapters import Adapters
-from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.arithmetic.choose import choose
-from horizon_lm.planning.arithmetic.device_memory import device_use
-from horizon_lm.planning.arithmetic.host_memory import host_bytes
-from horizon_lm.planning.arithmetic.request import Machine, Request
-from horizon_lm.planning.measure.model_outline import outline_model
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
-from tests.support.threaded_device import ThreadedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODULES = ["q_proj", "v_proj", "down_proj"]
@@ -148,14 +140,6 @@ def test_a_copy_tied_to_a_copy_of_the_head_is_rejected() -> None:
         stream(adapted(build("llama", True), config()))
 
 
-@pytest.mark.parametrize(("tied", "kind"), covering((False, True), ("copy", "lora-of-both", "tokens")))
-def test_delays_change_no_result(kind: str, tied: bool) -> None:
-    expected = steps(*_with_optimizer(stream(adapted(build("llama", tied), KINDS[kind]()))))
-    got = steps(*_with_optimizer(stream(adapted(build("llama", tied), KINDS[kind]()), ThreadedDevice(seed=1))))
-    assert all(map(torch.equal, got[0], expected[0]))
-    assert difference(expected[1], got[1], 0.0) is None
-
-
 @pytest.mark.parametrize("kind", thinned(["lora-of-both", "copy", "tokens"]))
 def test_the_host_waits_for_no_lookup_on_an_emulated_gpu(kind: str) -> None:
     expected = steps(*_with_optimizer(stream(adapted(build("llama", True), KINDS[kind]()))))
@@ -171,37 +155,3 @@ def test_the_host_waits_for_no_lookup_on_an_emulated_gpu(kind: str) -> None:
         assert not waits, waits
     assert [loss.item() for loss in got[0]] == [loss.item() for loss in expected[0]]
     assert difference(expected[1], {name: value.cpu() for name, value in got[1].items()}, 0.0) is None
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "settings", [{"modules_to_save": ("embed_tokens",)}, {"target_modules": ("q_proj", "embed_tokens")}], ids=str
-)
-def test_allocated_bytes_equal_planned_bytes(settings: dict[str, Any], tied: bool) -> None:
-    adapters = Adapters(**({"r": 4, "target_modules": ("q_proj", "v_proj"), "lora_dropout": 0.0} | settings))
-    model = build("llama", tied)
-    outline = outline_model(
-        ModelSource(model.config, "tiny", attn_implementation="sdpa"),
-        length=24,
-        dtype=torch.float32,
-        masked=False,
-        adapters=adapters,
-    )
-    request = Request(
-        per_device_train_batch_size=2, precision="fp32_master", activation_checkpoints="device", grad_bytes=4
-    )
-    step = choose(outline, request, Machine("here", True, None)).step
-    model = horizon_lm.stream(
-        adapters.add_to(model, draw=True), "simulated", "fp32_master", activation_checkpoints="device"
-    )
-    optimizer = horizon_lm.AdamW(model, lr=1e-2)
-    ids = torch.arange(48).view(2, 24)
-    for _ in range(2):
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    horizon_lm.synchronize(model)
-    engine = model.get_base_model()._horizon.engine
-    assert {kind: n for kind, n in engine.device.counters.allocated.items() if n} == device_use(step).buffers
-    kept = {kind: n for kind, n in engine.store.num_bytes.items() if n}
-    assert kept == host_bytes(step)

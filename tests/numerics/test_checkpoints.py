@@ -1,13 +1,11 @@
 """A checkpoint has the bits of the moment in which it was asked for, while training goes on and is not disturbed."""
 
-import itertools
 import random
 import threading
 import tracemalloc
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +38,6 @@ from tests.support.thinned_cases import thinned
 from tests.support.threaded_device import ThreadedDevice
 from tests.support.training_steps import step
 
-MODES = product(("float32", "fp32_master", "bf16"), ("float32", "bfloat16", "8bit"), (False, True), (False, True))
-
 
 def states(num_steps: int, device: Any = "cpu", **options: Any) -> list[Digests]:
     """Return what is in memory after each step, without checkpoints."""
@@ -69,33 +65,6 @@ def loaded(folder: Path, **options: Any) -> Digests:
     model, optimizer = opened("cpu", **options | {"seed": 1})
     load_checkpoint(folder, model, optimizer)
     return digest(model, optimizer)
-
-
-@pytest.mark.parametrize(("precision", "moments", "in_backward", "tied"), thinned(MODES, every=7))
-def test_a_checkpoint_is_exact_while_training_goes_on(
-    precision: str, moments: str, in_backward: bool, tied: bool, tmp_path: Path
-) -> None:
-    options = {"precision": precision, "moments": moments, "in_backward": in_backward, "tied": tied}
-    expected = states(5, **options)
-    draw = random.Random(str(options))
-    simulated = SimulatedDevice(draw.randrange(100), eagerness=draw.choice([None, 0.0, 0.5, 1.0]), pieces=3)
-    devices = [simulated, draw.choice([CpuDevice(), ThreadedDevice(draw.randrange(100))])]
-    for number, device in enumerate(devices):
-        folder = tmp_path / str(number)
-        assert train_and_save(device, folder, (1, 2), 5, **options) == expected[4], f"{device} was disturbed"
-        for after in (1, 2):
-            assert loaded(folder / f"after-{after}", **options) == expected[after], f"{device}, after step {after}"
-
-
-def test_training_goes_on_from_a_checkpoint_exactly(tmp_path: Path) -> None:
-    options = {"precision": "fp32_master", "moments": "8bit", "family": BUFFERED}
-    expected = states(4, **options)
-    train_and_save("cpu", tmp_path, (1,), 2, **options)
-    model, optimizer = opened("cpu", **options | {"seed": 1})
-    load_checkpoint(tmp_path / "after-1", model, optimizer)
-    for number in (2, 3):
-        step(model, optimizer, number)
-    assert digest(model, optimizer) == expected[3]
 
 
 def test_loading_allocates_a_chunk_for_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,38 +161,6 @@ def test_settings_that_are_tensors_are_saved_as_numbers(tmp_path: Path) -> None:
     group.update(lr=1.0, weight_decay=1.0, betas=(0.0, 0.0))
     load_checkpoint(tmp_path / "one", model, optimizer)
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.5, 0.25, (0.5, 0.75))
-
-
-@pytest.mark.parametrize(
-    ("moments", "precision"),
-    thinned(
-        itertools.product(("8bit", "float32", "bfloat16"), ("fp32_master", "float32", "bf16")),
-        every=4,
-    ),
-)
-def test_files_are_safetensors_with_the_names_of_the_parameters(precision: str, moments: str, tmp_path: Path) -> None:
-    model, optimizer = opened(precision=precision, moments=moments, frozen="layers.0")
-    step(model, optimizer, 0)
-    save_checkpoint(tmp_path / "one", model, optimizer)
-    found = {}
-    for path in sorted((tmp_path / "one" / "units").iterdir()):
-        assert path.stat().st_size % 4096 == 0
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if not name.startswith(".padding")}  # noqa: SIM118
-    store = model._horizon.engine.store
-    expected = {name: store.weight(name) for name in store.unit_of}
-    for slab in store.slabs:
-        for name in slab.layout if slab.low is not None else ():
-            expected[f"{name}.low"] = slab.layout.view(slab.low, name)
-        for name in slab.grad_layout:
-            state = optimizer.moments.state(slab, name)
-            expected |= {f"{name}.{key}": value for key, value in state.items()}
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name].view(torch.uint8), value.contiguous().view(torch.uint8)), name
-    assert "model.layers.1.self_attn.q_proj.weight.exp_avg" in found
-    assert "model.layers.0.self_attn.q_proj.weight.exp_avg" not in found
 
 
 def test_the_state_of_a_scheduler_is_that_of_its_numbers(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from horizon_lm.engine.units.fixed_routing import Choices
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
-from tests.census.comparison import compare_step, train_step
 from tests.census.subject import Subject
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
@@ -30,10 +29,8 @@ from tests.support.expert_models import EXPERTS, NAMES, assert_same, loss_and_gr
 from tests.support.gradients import assert_equal_gradients, losses_together
 from tests.support.schedule_proofs import without_wait
 from tests.support.tensor_memory import StorageMeter
-from tests.support.thinned_cases import covering, thinned
-from tests.support.training_steps import train, weights
-
-MORE = ("glm4_moe", "olmoe", "granitemoe", "granitemoehybrid", "ernie4_5_moe")
+from tests.support.thinned_cases import thinned
+from tests.support.training_steps import weights
 
 
 def streamed(family: str, tile: int | None, device: Any = "cpu", experts: int = EXPERTS, **options: Any) -> Any:
@@ -44,38 +41,6 @@ def streamed(family: str, tile: int | None, device: Any = "cpu", experts: int = 
 # Plain autograd
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_bits_of_plain_autograd(family: str) -> None:
-    """With the auxiliary loss, where a family has one."""
-    expected = loss_and_gradients(plain(family))
-    for tile in (1, 3, EXPERTS):
-        assert_same(loss_and_gradients(streamed(family, tile)), expected)
-
-
-@pytest.mark.parametrize("model_type", MORE)
-def test_bits_of_plain_autograd_in_more_families(model_type: str) -> None:
-    subject = Subject("causal", model_type)
-    for tile in (1, 3):
-        model = subject.stream(expert_tile=tile, head="whole")
-        assert sum(model._horizon.engine.tiles.counts) > 1
-        outcome = compare_step(train_step(model, subject.batch(), use_cache=False), subject.plain, exact=True)
-        assert (outcome.status, outcome.detail) == ("right", "bit for bit")
-
-
-@pytest.mark.parametrize("function", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_functions_of_transformers(family: str, function: str) -> None:
-    """`batched_mm` multiplies a single row by another kernel than several, so that a tile with one row differs in the last bits."""
-    models = plain(family), streamed(family, 3)
-    for model in models:
-        model.set_experts_implementation(function)
-    expected, got = map(loss_and_gradients, models)
-    if function == "batched_mm":
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
-    else:
-        assert_same(got, expected)
-
-
 @pytest.mark.parametrize("options", [{}, {"device_micro_batch_size": 1, "activation_checkpoints": "host"}], ids=str)
 def test_feed_forward_layers_in_chunks(options: dict[str, Any]) -> None:
     """Dense blocks and shared experts compute chunks of tokens beside tiles of routed experts."""
@@ -84,106 +49,7 @@ def test_feed_forward_layers_in_chunks(options: dict[str, Any]) -> None:
     assert_same(loss_and_gradients(streamed("deepseek_v3", 3, **options)), expected)
 
 
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"], "init_lora_weights": False}
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_adapters(family: str) -> None:
-    peft = pytest.importorskip("peft")
-
-    def adapted(model: Any) -> Any:
-        torch.manual_seed(3)
-        return peft.get_peft_model(model, peft.LoraConfig(**LORA))
-
-    expected = loss_and_gradients(adapted(plain(family)))
-    for tile in (1, 3):
-        model = horizon_lm.stream(adapted(plain(family)), "cpu", precision="float32", head="whole", expert_tile=tile)
-        assert_same(loss_and_gradients(model), expected)
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    thinned(
-        [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "nf4"), ("mixtral", "4bit"), ("qwen3_moe", "int4")]
-    ),
-)
-def test_quantized_experts(family: str, kind: str, tmp_path: Path) -> None:
-    """Gradients of adapters, of the model with the weights that transformers decodes."""
-    peft = pytest.importorskip("peft")
-    from tests.support.quantized_folders import dequantized, opened, save_published
-
-    folder = save_published(family, kind, tmp_path / "model", **{NAMES[family]: EXPERTS})
-
-    def adapted(model: Any) -> Any:
-        torch.manual_seed(3)
-        return peft.get_peft_model(model.train(), peft.LoraConfig(**LORA))
-
-    expected = loss_and_gradients(adapted(dequantized(folder, kind, opened(folder, kind))))
-    got = loss_and_gradients(adapted(opened(folder, kind, head="whole", expert_tile=3)))
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
-    assert_same(got, loss_and_gradients(adapted(opened(folder, kind, head="whole"))))
-
-
-@pytest.mark.parametrize(("experts", "rest"), [(False, True), (True, False)])
-def test_a_part_is_frozen(experts: bool, rest: bool) -> None:
-    def partly(model: Any) -> Any:
-        for name, param in model.named_parameters():
-            param.requires_grad_(experts if ".experts." in name else rest)
-        return model
-
-    expected = loss_and_gradients(partly(plain("qwen3_moe")))
-    assert_same(loss_and_gradients(partly(streamed("qwen3_moe", 3))), expected)
-
-
-def test_a_bias_is_trained() -> None:
-    """The loss depends on the experts of the first block only by their own weights: nothing before them is trained."""
-
-    def partly(model: Any) -> Any:
-        for name, param in model.named_parameters():
-            param.requires_grad_("layers.0.mlp.experts" in name)
-        return model
-
-    assert_same(loss_and_gradients(partly(streamed("gpt_oss", 3))), loss_and_gradients(partly(plain("gpt_oss"))))
-
-
-def test_experts_without_tokens() -> None:
-    batch = tiny_models.batch(rows=1, length=2, padding="none")
-    expected = loss_and_gradients(plain("qwen3_moe"), **batch)
-    assert_same(loss_and_gradients(streamed("qwen3_moe", 1), **batch), expected)
-
-
 # Whole blocks
-
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"activation_checkpoints": "host"},
-    {"activation_checkpoints": 1, "device_micro_batch_size": 1},
-    {"device_micro_batch_size": 2, "activation_checkpoints": "host"},
-    {"resident_blocks": 1, "activation_checkpoints": "device"},
-    {"resident_blocks": 2, "resident_graphs": 1, "activation_checkpoints": "device", "device_micro_batch_size": 2},
-]
-
-
-@pytest.mark.parametrize(
-    ("options", "precision", "in_backward"),
-    thinned(
-        (
-            (options, ("float32", "fp32_master", "bf16")[number % 3], number % 4 == 2)
-            for number, options in enumerate([*SETTINGS, *SETTINGS[2:4], SETTINGS[1]])
-        ),
-        every=2,
-    ),
-)
-def test_steps_of_whole_blocks(options: dict[str, Any], precision: str, in_backward: bool) -> None:
-    """In every precision, with every place of checkpoints, the weights after some steps are those of whole blocks."""
-    results = []
-    for tile in (None, 3):
-        model = streamed("deepseek_v3", tile, precision=precision, head="chunked", **options)
-        optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=in_backward)
-        results.append((train(model, optimizer, range(20 if options == SETTINGS[3] else 3)), weights(model)))
-    (losses, masters), (other_losses, other_masters) = results
-    assert losses == other_losses
-    assert all(map(torch.equal, masters, other_masters))
 
 
 def test_gradients_of_several_backward_passes_are_added() -> None:
@@ -196,23 +62,6 @@ def test_gradients_of_several_backward_passes_are_added() -> None:
         optimizer.step()
         results.append((loss, grads | dict(enumerate(weights(model)))))
     assert_same(results[1], results[0])
-
-
-def test_a_state_continues_in_tiles_of_another_size() -> None:
-    """In host memory nothing is cut."""
-    runs = []
-    for tiles in ((None, None), (3, 2)):
-        model = streamed("qwen3_moe", tiles[0])
-        optimizer = horizon_lm.AdamW(model, lr=1e-2)
-        train(model, optimizer, range(2))
-        state, moments = model.state_dict(), optimizer.state_dict()
-        other = streamed("qwen3_moe", tiles[1])
-        other.load_state_dict(state)
-        continued = horizon_lm.AdamW(other, lr=1e-2)
-        continued.load_state_dict(moments)
-        runs.append((train(other, continued, range(2, 4)), weights(other)))
-    assert runs[0][0] == runs[1][0]
-    assert all(map(torch.equal, runs[0][1], runs[1][1]))
 
 
 @torch.no_grad()
@@ -416,20 +265,6 @@ def test_on_the_emulated_gpu() -> None:
 
 
 # Order
-
-
-@pytest.mark.parametrize(
-    ("options", "seed"),
-    covering([{}, {"activation_checkpoints": "host", "device_micro_batch_size": 2}], range(3)),
-)
-def test_any_order_that_the_waits_allow(seed: int, options: dict[str, Any]) -> None:
-    results = []
-    for device in ("cpu", SimulatedDevice(seed, eagerness=[None, 0.3, 0.9][seed])):
-        model = streamed("qwen3_moe", 3, device, precision="fp32_master", **options)
-        optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=seed == 2)
-        results.append((train(model, optimizer, range(3)), weights(model)))
-    assert results[0][0] == results[1][0]
-    assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
 @pytest.mark.parametrize(

@@ -128,19 +128,29 @@ def require_planned_bytes(family: str, case: Case) -> None:
     require_planned_bytes_of(tiny_models.build(family), case)
 
 
-def require_planned_bytes_of(model: Any, case: Case) -> None:
-    """Train a model with these settings, and compare its buffers and host memory with the plan."""
-    pattern = trainable(model, case.frozen)
-    step = choose(outline_of(model, pattern), case.request, HERE).step
-    freeze(model, pattern)
+def require_planned_bytes_of(
+    model: Any, case: Case, adapters: Adapters | None = None, planned: Case | None = None
+) -> None:
+    """Train a model with these settings, and compare its buffers and host memory with the plan.
+
+    Args:
+        model: a plain model, which gets ``adapters`` if there are any.
+        case: the settings of the training.
+        adapters: adapters to draw.
+        planned: the settings of the plan; None for those of the training.
+    """
+    planned = planned or case
+    step = choose(outline_of(model, trainable(model, planned.frozen), adapters), planned.request, HERE).step
+    freeze(model, trainable(model, case.frozen))
+    model = model if adapters is None else adapters.add_to(model, draw=True)
     streamed = horizon_lm.stream(model, **case.options)
     train(streamed, case)
 
     engine = streamed._horizon.engine
     counted = dict(engine.device.counters.allocated)
-    planned = device_use(step).buffers
-    assert {kind: n for kind, n in counted.items() if n} == planned
-    assert engine.device.counters.allocated_peak == sum(planned.values())
+    buffers = device_use(step).buffers
+    assert {kind: n for kind, n in counted.items() if n} == buffers
+    assert engine.device.counters.allocated_peak == sum(buffers.values())
     kept = {kind: n for kind, n in engine.store.num_bytes.items() if n}
     if engine.boundaries.num_bytes:
         kept["boundaries"] = engine.boundaries.num_bytes

@@ -88,6 +88,23 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
+def require_resumes(run: Callable[..., Any]) -> None:
+    """Require that a training which is stopped after two steps and resumed ends as one that was not.
+
+    Args:
+        run: trains into the folder of a name, with arguments of the trainer or with ``resume``, and returns the trainer.
+    """
+    whole, stopped = run("whole"), run("parts", callbacks=[StopAt(2)])
+    assert difference(masters(whole.model), masters(stopped.model), 0.0) is not None
+    resumed = run("parts", resume=True)
+    assert resumed.state.global_step == whole.state.global_step > 2
+    assert difference(masters(whole.model), masters(resumed.model), 0.0) is None
+    assert history(resumed) == history(whole)
+    states = [each.streamed_optimizer.state_dict() for each in (whole, resumed)]
+    assert difference(*states, 0.0) is None
+    assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
+
+
 Settings = dict[str, Any]
 
 

@@ -21,7 +21,7 @@ from tests.seams.use import copied_weights
 from tests.support import tiny_models
 from tests.support.gradients import losses_together
 from tests.support.thinned_cases import covering, thinned
-from tests.support.trainer_runs import Loads, StopAt, history, masters
+from tests.support.trainer_runs import Loads, history, masters, require_resumes
 from tests.trainer import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -226,14 +226,7 @@ def run(kind: str, source: str, precision: str, folder: Path, output: Path, resu
 )
 def test_resume_in_mid_epoch_is_bit_exact(tmp_path: Path, kind: str, source: str, precision: str) -> None:
     folder = tiny.save_model(tmp_path / "model")
-    whole = run(kind, source, precision, folder, tmp_path / "whole")
-    stopped = run(kind, source, precision, folder, tmp_path / "parts", callbacks=[StopAt(2)])
-    assert difference(masters(whole.model), masters(stopped.model), 0.0) is not None
-    resumed = run(kind, source, precision, folder, tmp_path / "parts", resume=True)
-    assert difference(masters(whole.model), masters(resumed.model), 0.0) is None
-    assert history(resumed) == history(whole)
-    states = [each.streamed_optimizer.state_dict() for each in (whole, resumed)]
-    assert difference(*states, 0.0) is None
+    require_resumes(lambda name, **more: run(kind, source, precision, folder, tmp_path / name, **more))
 
 
 def test_the_folder_is_that_of_peft(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from horizon_lm.errors import ConfigError
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
-from tests.support.trainer_runs import StopAt, history, masters, train
+from tests.support.trainer_runs import StopAt, masters, require_resumes, train
 
 CLS = horizon_lm.trainer(Trainer)
 BETWEEN = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}  # an epoch has four steps
@@ -42,16 +42,7 @@ def build(precision: str = "float32", family: str = "llama", **config: Any) -> A
 def test_resume_in_mid_epoch_is_bit_exact(tmp_path: Path, precision: str, settings: dict[str, Any]) -> None:
     settings = BETWEEN | settings
     config = {"attention_dropout": settings.pop("dropout", 0.0)}
-    whole = train(CLS, build(precision, **config), tmp_path / "whole", **settings)
-    stopped = train(CLS, build(precision, **config), tmp_path / "parts", callbacks=[StopAt(2)], **settings)
-    assert difference(masters(whole.model), masters(stopped.model), 0.0) is not None
-    resumed = train(CLS, build(precision, **config), tmp_path / "parts", resume=True, **settings)
-    assert resumed.state.global_step == whole.state.global_step
-    assert difference(masters(whole.model), masters(resumed.model), 0.0) is None
-    assert history(resumed) == history(whole)
-    a, b = (each.streamed_optimizer.state_dict() for each in (whole, resumed))
-    assert difference(a, b, 0.0) is None
-    assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
+    require_resumes(lambda name, **more: train(CLS, build(precision, **config), tmp_path / name, **settings, **more))
 
 
 def test_the_folder_is_an_ordinary_one_and_nothing_of_ours_is_pickled(
