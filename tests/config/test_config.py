@@ -135,6 +135,8 @@ def test_all_errors_of_a_file_are_reported_together(write) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("head: whole\nhead_chunk_tokens: 8\n", "is not used with head: whole"),
+        ("per_device_eval_batch_size: 2\n", "is not used without eval_datasets"),
         ("lr_scheduler_type: constant\nwarmup_steps: 3\n", "is not used by lr_scheduler_type"),
         ("device: mps\n", "must be auto, cpu, cuda or cuda:N; a Mac computes on its CPU"),
         ("learning_rate: .nan\n", "must be a finite number"),

@@ -10,8 +10,6 @@ from pydantic import Field, ValidationError
 from horizon_lm.errors import ConfigError
 from horizon_lm.runs.checkpoints.manifest import Manifest
 from horizon_lm.runs.config import SCHEMAS, DatasetConfig, RunConfig, plan_config
-from horizon_lm.runs.config.adapters import AdapterSettings
-from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.config.rules import Needs, NeedsEvenByDefault, OnResume, PerMachine, Reading, UnusedError
 from horizon_lm.runs.config.run import settings_with
 from horizon_lm.runs.config.types import Settings
@@ -203,23 +201,3 @@ def test_a_default_that_needs_another_setting(places: list[dict[str, Any]], is_r
     settings = {name: value for place in places for name, value in place.items()}
     with pytest.raises(ValidationError, match="on: true") if is_rejected else nullcontext():
         Adapted.model_validate(settings, context=Reading(places=places))
-
-
-ASKED = {  # of settings whose default asks for nothing
-    "lora_alpha": 32, "lora_target_modules": "all-linear", "lora_target_parameters": ["experts"], "lora_modules_to_save": ["head"],
-    "use_rslora": True, "use_dora": True, "load_in_4bit": True, "use_bnb_nested_quant": True, "adapter_name_or_path": "somewhere",
-}  # fmt: skip
-OF_4BIT = ("bnb_4bit_quant_type", "use_bnb_nested_quant")
-
-
-@pytest.mark.parametrize("name", sorted(AdapterSettings.model_fields.keys() - {"use_peft"}))
-def test_every_setting_of_adapters_is_rejected_without_them(name: str) -> None:
-    """Also with its default: in a file, in an override of it, and in an override of a file with all settings."""
-    change = {name: ASKED.get(name, AdapterSettings.model_fields[name].default)}
-    message = rf"{name}: .*: is not used without {'load_in_4bit' if name in OF_4BIT else 'use_peft'}: true; set it, or remove this"
-    file = {"model_name_or_path": "m", "datasets": "o/d"}
-    complete = as_config(file)
-    for run, changes in ((file | change, {}), (file, change), (complete, change)):
-        with pytest.raises(ConfigError, match=message):
-            as_config(run, changes)
-    assert as_config(complete.model_dump()) == complete

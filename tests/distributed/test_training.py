@@ -54,18 +54,14 @@ CASES: dict[str, Training] = {
     "tied": Training(overrides=TIED, together=True),
     "MoE": Training(family="qwen3_moe"),
     "experts": Training(family="mixtral", shard=4),
-    "clipping": Training(optimizer={"max_grad_norm": 0.1}),
     "clipping equal": Training(shard=4, equal=True, optimizer={"max_grad_norm": 0.1}),
-    "8-bit moments": Training(optimizer={"moments": "8bit"}),
     "8-bit tied": Training(shard=4, optimizer={"moments": "8bit"}, overrides=TIED, together=True),
-    "bf16 moments": Training(optimizer={"moments": "bfloat16"}),
     "Muon, experts": Training(
         family="mixtral",
         optim="Muon",
         optimizer={"lr": 1e-3},
         settings={"precision": "bf16", "grad_dtype": torch.float32},
     ),
-    "fp32 master": Training(settings={"precision": "fp32_master", "grad_dtype": torch.float32}),
     "bf16": Training(settings={"precision": "bf16", "grad_dtype": torch.float32}, shard=4),
     "whole head": Training(settings={"head": "whole"}),
     "offloaded": Training(settings={"activation_checkpoints": "host", "resident_blocks": 1}),
@@ -99,8 +95,8 @@ CASES: dict[str, Training] = {
 
 # Each of their settings is in another case, too.
 IN_OTHER_CASES = (
-    "two", "two equal", "four equal", "two machines", "two machines, micro-batches", "replicas alone", "tied", "MoE", "experts", "clipping", "8-bit moments", "8-bit tied", "whole head", "gpt2", "adapters of experts",
-    "fp32 master", "bf16", "adapters", "weights in float32", "weights in float32, 8-bit moments", "weights in float32, adapters", "in backward equal",
+    "two", "two equal", "four equal", "two machines", "two machines, micro-batches", "replicas alone", "tied", "MoE", "experts", "8-bit tied", "whole head", "gpt2", "adapters of experts",
+    "bf16", "adapters", "weights in float32", "weights in float32, 8-bit moments", "weights in float32, adapters", "in backward equal",
 )  # fmt: skip
 
 BF16 = {"precision": "bf16", "device_micro_batch_size": 1}

@@ -14,7 +14,7 @@ from horizon_lm.common.optimizers import OPTIMIZERS, by_other_name
 from horizon_lm.errors import ConfigError
 from horizon_lm.runs.config import SCHEMAS
 from horizon_lm.runs.config.load import read_run_config
-from horizon_lm.runs.config.rules import Needs
+from horizon_lm.runs.config.rules import Needs, NeedsEvenByDefault
 from horizon_lm.runs.config.types import Settings
 
 SETTINGS = [(objective, name) for objective, schema in SCHEMAS.items() for name in schema.model_fields]
@@ -75,12 +75,16 @@ def without_what_it_needs(schema: type[Settings], rule: Needs) -> dict[str, Any]
 
 @pytest.mark.parametrize(("objective", "name", "number"), NEEDING)
 def test_a_setting_that_would_be_ignored_is_rejected(tmp_path: Path, objective: str, name: str, number: int) -> None:
-    """Any value but its default, without the other setting that it needs."""
+    """Any value but its default, without the other setting that it needs; the default, too, if somebody wants that who writes it."""
     field = SCHEMAS[objective].model_fields[name]
-    others = without_what_it_needs(SCHEMAS[objective], field.metadata[number])
-    value = next(candidates(field))
-    error = error_of(tmp_path, {"objective": objective} | others | {name: value})
-    assert any(f" {name}: " in line and ": is not used with" in line for line in error.splitlines()), error
+    rule = field.metadata[number]
+    values = [next(candidates(field))]
+    if isinstance(rule, NeedsEvenByDefault) and field.default not in (None, False):
+        values.append(field.default)
+    for value in values:
+        others = without_what_it_needs(SCHEMAS[objective], rule)
+        error = error_of(tmp_path, {"objective": objective} | others | {name: value})
+        assert any(f" {name}: " in line and ": is not used with" in line for line in error.splitlines()), error
 
 
 # Optimizers

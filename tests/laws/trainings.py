@@ -21,6 +21,7 @@ import horizon_lm
 from horizon_lm.common.optimizers import MOMENT_BYTES, OPTIMIZERS, OptimizerEntry
 from horizon_lm.memory.precision import PRECISIONS
 from tests.support import tiny_models
+from tests.support.expert_models import EXPERTS, NAMES
 from tests.support.float32_llama import float32_llama
 
 Outcome = dict[str, str]
@@ -36,13 +37,14 @@ QUANTIZED = {
     "int4": "deepseek_v3",
 }
 """A family for each format of quantized weights, by the names of `tests/support/quantized_folders.py`; ``4bit`` is quantized while it is read."""
-TILED = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3")
+TILED = tuple(NAMES)
 # A CPU computes the end of all rows by another function than the rest, so experts have the width of whole vectors.
 _WIDTHS = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 64)
 
 
 def _family(name: str) -> Any:
-    return tiny_models.build(name, **(_WIDTHS if name in TILED else {}))
+    # Eight experts are three tiles of three, so that each block begins in the other slot.
+    return tiny_models.build(name, **({NAMES[name]: EXPERTS} | _WIDTHS if name in TILED else {}))
 
 
 def _partly_frozen(part: str) -> Any:

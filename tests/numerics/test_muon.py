@@ -280,12 +280,3 @@ def test_without_matrices_it_is_rejected() -> None:
         param.requires_grad_("norm" in name)
     with pytest.raises(ConfigError, match=r"trains the matrices of blocks, and this model trains none.*AdamW"):
         horizon_lm.Muon(model)
-
-
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_matrices_have_one_moment(moments: str) -> None:
-    model, optimizer = streamed(moments=moments)
-    names, matrices = dict(model.named_parameters()), matrices_of(model)
-    states = {name: {key for key in optimizer.state[param] if "scale" not in key} for name, param in names.items()}
-    assert all(states[name] == {"step", "momentum_buffer"} for name in matrices)
-    assert all(states[name] == {"step", "exp_avg", "exp_avg_sq"} for name in names.keys() - matrices)
