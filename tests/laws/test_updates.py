@@ -177,8 +177,11 @@ def test_a_state_of_other_moments_is_rejected(entry: OptimizerEntry) -> None:
     train(model, optimizer, (0,))
     before = masters(model)
     others = [opened(entry, moments="8bit")]
-    others += [opened(each) for each in OPTIMIZERS.values() if each != entry]
+    others += [opened(each) for each in OPTIMIZERS.values()]
     for other, foreign in others:
+        same_moments = foreign.rule.moments == optimizer.rule.moments and foreign.moments.kind == optimizer.moments.kind
+        if same_moments and foreign.defaults.keys() == optimizer.defaults.keys():
+            continue  # the same optimizer, or one whose state is the same
         train(other, foreign, (0,))
         with pytest.raises(ConfigError, match=r"other moments than 'float32'|is not from an? "):
             optimizer.load_state_dict(foreign.state_dict())
