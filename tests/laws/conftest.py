@@ -21,6 +21,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     known: dict[tuple[str, str], Path] = {}
 
     def find(family: str, kind: str) -> Path:
+        pytest.importorskip("peft", reason="needs the whole installation")
         from tests.support.quantized_folders import save_published
 
         if (family, kind) not in known:

@@ -14,6 +14,10 @@ from tests.support.thinned_cases import covering
 MODES = list(zip(PRECISIONS, MOMENT_BYTES, strict=True))
 
 
+def _id(value: object) -> str:
+    return value.name if isinstance(value, OptimizerEntry) else str(value)
+
+
 def training_of(entry: OptimizerEntry, precision: str, moments: str, **settings: bool) -> Training:
     clip = {} if settings.get("tied") else {"max_grad_norm": 0.1}
     return Training(
@@ -25,7 +29,7 @@ def training_of(entry: OptimizerEntry, precision: str, moments: str, **settings:
     )
 
 
-@pytest.mark.parametrize(("mode", "entry", "tied"), covering(MODES, OPTIMIZERS.values(), [False, True]), ids=str)
+@pytest.mark.parametrize(("mode", "entry", "tied"), covering(MODES, OPTIMIZERS.values(), [False, True]), ids=_id)
 def test_bits_of_one_process(pool: Pool, entry: OptimizerEntry, mode: tuple[str, str], tied: bool) -> None:
     training = training_of(entry, *mode, tied=tied)
     outcomes, expected = pool.run(training.world, run, training), alone(training)
