@@ -1,4 +1,4 @@
-"""What the weights of a model are in a folder: its parameters in the folder's dtypes, and its persistent buffers."""
+"""The weights of a model as a folder has them: its parameters in the dtypes of the folder, and its persistent buffers."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -91,7 +91,7 @@ def _tokenize_rows(
             rows.append(_table_row(tokenizer.tokenize(reader.read(row)), names))
         except RowError as error:
             rows.append(_table_row(nothing, names) | {FAULT: error.fault, PROBLEM: str(error)})
-    return {name: [row[name] for row in rows] for name in _token_features(reader.objective)}
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _table_row(sequences: Sequence[Tokens], names: Sequence[tuple[str, str]]) -> dict[str, Any]:
