@@ -21,13 +21,14 @@ from tokenizers import AddedToken
 from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.runs.config import DatasetConfig
+from horizon_lm.runs.config.datasets import FORMATS
 from horizon_lm.runs.data import examples, preprocess
 from horizon_lm.runs.data.answer_spans import locate_answers
 from horizon_lm.runs.data.chat_template import ChatRenderer
 from horizon_lm.runs.data.checks import check_overlap
 from horizon_lm.runs.data.conversations import Completion, Conversation, Preference, RowError, Text
 from horizon_lm.runs.data.findings import ExampleCounts, Finding, describe, reject_errors
-from horizon_lm.runs.data.formats import FORMATS, find_format, rename_fields
+from horizon_lm.runs.data.formats import convert, find_format, rename_fields
 from horizon_lm.runs.data.json_rows import _JsonListReader, read_rows
 from horizon_lm.runs.data.loader import Sampler, batch_from, collate
 from horizon_lm.runs.data.preprocess import PreprocessConfig, prepare
@@ -40,7 +41,7 @@ from tests.support.prepared_rows import ANSWER, USER, conversation, messages, pr
 
 def example(row: Any, objective: str = "sft", columns: dict[str, str] | None = None) -> Any:
     row = rename_fields(row, columns or {})
-    return find_format(row, None, objective).convert(row)
+    return convert(row, find_format(row, None, objective))
 
 
 # Formats
@@ -180,7 +181,7 @@ def test_columns_are_suggested_for_near_misses(
     near = {name: near[name] for name in order(list(near))}
     columns = suggested(near, objective)
     renamed = rename_fields(near, columns)
-    found = find_format(renamed, None, objective, columns).convert(renamed)
+    found = convert(renamed, find_format(renamed, None, objective, columns))
     assert spoken(found) == spoken(example(row, objective))
 
 

@@ -1,8 +1,9 @@
-"""Settings of the rows that a run is trained and evaluated on."""
+"""Formats of rows, and the settings of the rows that a run is trained and evaluated on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
@@ -10,10 +11,52 @@ from horizon_lm.common.paths import exists, may_be_on_hub, near_path
 from horizon_lm.runs.config.rules import Needs, OnResume, PerMachine
 from horizon_lm.runs.config.types import MAX_COUNT, Count, Names, Settings
 
-FIELDS = (
-    "text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "question", "answer", "history", "system",
-    "chosen", "rejected", "tools", "chat_template_kwargs",
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A format of rows.
+
+    Attributes:
+        name: name of the format in the setting `format`.
+        objectives: the objectives that use such rows, the usual one first.
+        required: alternative sets of fields; a row must have all fields of one set.
+        optional: further fields that are used.
+    """
+
+    name: str
+    objectives: tuple[str, ...]
+    required: tuple[tuple[str, ...], ...]
+    optional: tuple[str, ...] = ()
+
+    def matches(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row has the required fields."""
+        return any(all(field in row for field in fields) for fields in self.required)
+
+    def fields(self) -> list[str]:
+        """Return all fields that are used, the required ones first."""
+        return [*dict.fromkeys([*(field for fields in self.required for field in fields), *self.optional])]
+
+
+_WITH_MESSAGES = ("system", "tools", "chat_template_kwargs")
+_WITH_HISTORY = ("history", *_WITH_MESSAGES)
+_WITH_PREFERENCE = ("prompt", "conversations", "instruction", "input", *_WITH_HISTORY)
+FORMATS = (
+    RowFormat("preference", ("dpo",), (("chosen", "rejected"),), _WITH_PREFERENCE),
+    RowFormat("messages", ("sft",), (("messages",),), _WITH_MESSAGES),
+    RowFormat("sharegpt", ("sft",), (("conversations",),), _WITH_MESSAGES),
+    RowFormat("prompt_completion", ("sft",), (("prompt", "completion"),), _WITH_MESSAGES),
+    RowFormat("alpaca", ("sft",), (("instruction", "output"),), ("input", *_WITH_HISTORY)),
+    RowFormat("question_answer", ("sft",), (("question", "answer"),), _WITH_HISTORY),
+    RowFormat("text", ("sft", "pretrain"), (("text",),)),
+)
+"""A format stands before those whose fields it has, too."""
+OPTIONAL_FIELDS = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that rows may lack
+FIELDS = tuple(dict.fromkeys(field for each in FORMATS for field in each.fields()))
+
+if TYPE_CHECKING:
+    FormatName = str
+else:
+    FormatName = Literal[tuple(each.name for each in FORMATS)]
 
 
 def _check_path(path: str) -> str:
@@ -41,9 +84,7 @@ class DatasetConfig(Settings):
         None,
         description="Names of fields in the rows, by the name expected here, such as {prompt: question}.",
     )
-    format: (
-        Literal["text", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "preference"] | None
-    ) = Field(None, description="Format of the rows. Default: recognized by their fields.")
+    format: FormatName | None = Field(None, description="Format of the rows. Default: recognized by their fields.")
     sample_by: Literal["line", "paragraph", "document"] = Field(
         "line",
         description="Row of a text file: a line, a paragraph (blank lines separate them) or the whole document. Blank lines "

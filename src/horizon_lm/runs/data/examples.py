@@ -7,8 +7,9 @@ from itertools import chain
 from typing import Any
 
 from horizon_lm.runs.config import DatasetConfig
+from horizon_lm.runs.config.datasets import OPTIONAL_FIELDS, RowFormat
 from horizon_lm.runs.data.conversations import Completion, Conversation, Example, Preference, RowError, Text
-from horizon_lm.runs.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields, require_fields
+from horizon_lm.runs.data.formats import convert, find_format, rename_fields, require_fields
 
 ROWS_INSPECTED = 1000  # rows of a dataset that are searched for optional and for unused fields
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
@@ -61,7 +62,7 @@ class ExampleReader:
         _reject_huge(row)
         renamed = rename_fields(row, self.columns)
         _reject_other_rows(renamed, self.objective)
-        example = self.row_format.convert(renamed)
+        example = convert(renamed, self.row_format)
         _reject_placeholders(example)
         return example
 

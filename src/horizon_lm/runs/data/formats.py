@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from typing import Any
 
+from horizon_lm.runs.config.datasets import FORMATS, OPTIONAL_FIELDS, RowFormat
 from horizon_lm.runs.data.column_hints import as_setting, field_for, suggest_columns
 from horizon_lm.runs.data.conversations import (
     Completion,
@@ -21,33 +21,6 @@ from horizon_lm.runs.data.conversations import (
     validate_messages,
 )
 from horizon_lm.runs.data.trl_compat import extract_prompt
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """A format of rows.
-
-    Attributes:
-        name: name of the format in the setting `format`.
-        objectives: the objectives that use such rows, the usual one first.
-        required: alternative sets of fields; a row must have all fields of one set.
-        optional: further fields that are used.
-        convert: function from a row to an example; raises RowError if the row is invalid.
-    """
-
-    name: str
-    objectives: tuple[str, ...]
-    required: tuple[tuple[str, ...], ...]
-    optional: tuple[str, ...]
-    convert: Callable[[Mapping[str, Any]], Example]
-
-    def matches(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row has the required fields."""
-        return any(all(field in row for field in fields) for fields in self.required)
-
-    def fields(self) -> set[str]:
-        """Return all fields that are used."""
-        return {*self.optional, *(field for fields in self.required for field in fields)}
 
 
 def rename_fields(row: Any, columns: Mapping[str, str]) -> Any:
@@ -116,6 +89,11 @@ def _unknown_format_error(row: Mapping[str, Any], usable: Sequence[RowFormat], o
     if found := suggest_columns(row, formats, _USUAL[objective]):
         problem += f". Rename fields with columns, the expected name first, such as {as_setting(found)}"
     return RowError(problem)
+
+
+def convert(row: Mapping[str, Any], row_format: RowFormat) -> Example:
+    """Return the example in a row, with renamed fields, of a format; raise RowError, which names the field, if the row is invalid."""
+    return _CONVERTERS[row_format.name](row)
 
 
 def _text_field(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
@@ -337,19 +315,13 @@ def _field_names(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) if row else "no fields"
 
 
-_WITH_MESSAGES = ("system", "tools", "chat_template_kwargs")
-_WITH_HISTORY = ("history", *_WITH_MESSAGES)
-_SFT = ("sft",)
-FORMATS = (
-    RowFormat(
-        "preference", ("dpo",), (("chosen", "rejected"),), ("prompt", "conversations", "instruction", "input", *_WITH_HISTORY), _from_preference,
-    ),
-    RowFormat("messages", _SFT, (("messages",),), _WITH_MESSAGES, _from_messages),
-    RowFormat("sharegpt", _SFT, (("conversations",),), _WITH_MESSAGES, _from_sharegpt),
-    RowFormat("prompt_completion", _SFT, (("prompt", "completion"),), _WITH_MESSAGES, _from_prompt_completion),
-    RowFormat("alpaca", _SFT, (("instruction", "output"),), ("input", *_WITH_HISTORY), _from_alpaca),
-    RowFormat("question_answer", _SFT, (("question", "answer"),), _WITH_HISTORY, _from_question_answer),
-    RowFormat("text", ("sft", "pretrain"), (("text",),), (), _from_text),
-)  # fmt: skip
-OPTIONAL_FIELDS = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that rows may lack
+_CONVERTERS: dict[str, Callable[[Mapping[str, Any]], Example]] = {
+    "preference": _from_preference,
+    "messages": _from_messages,
+    "sharegpt": _from_sharegpt,
+    "prompt_completion": _from_prompt_completion,
+    "alpaca": _from_alpaca,
+    "question_answer": _from_question_answer,
+    "text": _from_text,
+}
 _USUAL = {"sft": ("question", "answer"), "pretrain": ("text",), "dpo": ("chosen", "rejected")}  # suggested if in doubt
