@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 import horizon_lm
 from horizon_lm.common.units import block
 from horizon_lm.engine.passes.micro_batches import micro_batch_seeds
+from tests.census import tiny_models as census
+from tests.census.images import image_batch
 from tests.support.gradients import assert_close_gradients, assert_equal_gradients, gradients, without_dropout
 from tests.support.thinned_cases import thinned
 from tests.support.tiny_models import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
@@ -247,6 +249,19 @@ def test_hidden_states_and_embeddings_as_input() -> None:
     got.loss.backward()
     assert torch.equal(same.grad, embeds.grad)
     assert_equal_gradients(model, reference)
+
+
+def test_a_model_that_has_run_before_is_streamed() -> None:
+    """Its tower returns the outputs of its layers through hooks of transformers, which the first call installs."""
+    reference = census.build("llava", "image_text")
+    images = image_batch(reference)
+    expected = reference(**images, use_cache=False)
+    model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE, allow_unproven_model=True)
+    got = model(**images, use_cache=False)
+    assert torch.equal(got.logits, expected.logits)
+    assert torch.equal(
+        reference(**images, use_cache=False).logits, expected.logits
+    )  # the copy has taken no hook from it
 
 
 def test_loss_on_a_middle_layer() -> None:

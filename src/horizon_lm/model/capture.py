@@ -16,11 +16,21 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
 
 Captured = dict[str, list[torch.Tensor | None]]
+_INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark of a model that has its hooks
 _OF_WHOLE_BLOCKS = "hidden_states"  # recorded by a hook on the block itself, which a streamed block keeps
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install transformers' hooks, so that they are not mistaken for foreign hooks later."""
+    """Install transformers' hooks, so that they are not mistaken for foreign hooks later.
+
+    Those that a call before has installed are removed first: transformers would install the hooks of a model inside this one once more,
+    and would then capture each of its outputs twice.
+    """
+    for module in model.modules():
+        for number, hook in list(module._forward_hooks.items()):
+            if _is_capturing(hook):
+                del module._forward_hooks[number]
+        module.__dict__.pop(_INSTALLED, None)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             maybe_install_capturing_hooks(module)
@@ -28,7 +38,12 @@ def install_hooks(model: nn.Module) -> None:
 
 def is_only_capturing(hooks: Mapping[int, Any]) -> bool:
     """Return whether all these hooks are transformers' capturing hooks."""
-    return all(getattr(hook, "__module__", None) == maybe_install_capturing_hooks.__module__ for hook in hooks.values())
+    return all(map(_is_capturing, hooks.values()))
+
+
+def _is_capturing(hook: Any) -> bool:
+    """Return whether a hook is one of transformers' capturing hooks."""
+    return getattr(hook, "__module__", None) == maybe_install_capturing_hooks.__module__
 
 
 def requested_keys() -> tuple[str, ...]:
