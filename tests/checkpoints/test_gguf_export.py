@@ -132,7 +132,7 @@ def test_all_keys_that_code_looks_for_are_compared() -> None:
             for name in re.findall(r'(?:get|has)attr\(\w*config, "(\w+)"', inspect.getsource(module))
         }
         assert "head_dim" in sought
-        assert sought <= gguf_reading.computed_from(config)
+        assert sought <= gguf_reading.deciding_keys(config)
 
 
 def test_other_dtypes(tmp_path: Path) -> None:

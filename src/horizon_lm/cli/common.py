@@ -195,7 +195,8 @@ def find_model(
     name: str, base: str | None, device: str, device_memory: int | None, precision: str, gguf_file: str | None,
     trust_remote_code: bool, allow_unproven_model: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return the request to open a model, and its tokenizer; no weights are read. The arguments have the names of the commands' options.
+    """Find a model by name: return the request to open it, and its tokenizer. No weights are read. The arguments have the names of the
+    commands' options.
 
     Raises:
         ConfigError: ``name`` or ``base`` is not found or no model, or there is no such device or no tokenizer.
@@ -211,7 +212,9 @@ def find_model(
     try:
         folder: Path = local_folder(name)
     except ConfigError as error:
+        # `~` is expanded only in a path: `expanduser` fails for a user that does not exist.
         parent = (Path(name).expanduser() if exists(name) else Path(name)).parent
+        # NAME is OUTPUT_DIR/model of a run that has not ended.
         is_of_run = exists(str(parent / "metrics.jsonl")) and not exists(str(parent / "model"))
         hint = f"; the run in {parent} has not exported its model yet" if is_of_run else ""
         raise ConfigError(f"{error}{hint}") from error

@@ -39,7 +39,8 @@ def fitted(text: str, stream: Any) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return a text whose long lines go on in further ones, below their last column; a line that is no row of a table is indented by two more.
+    """Return a text whose long lines are broken at spaces. The rest of a line begins below its last column or, if it is no row of a table,
+    two characters further to the right than the line itself.
 
     Words are left whole: they may be names of files.
     """

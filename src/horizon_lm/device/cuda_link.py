@@ -145,12 +145,12 @@ class CudaLink:
             self._may_be_decoding = False
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
-        # The host gathers rows in a staging buffer. That is page-locked, so `copy` does not stage them again.
+        # In pieces that fit into a staging buffer, into which the host gathers. It is page-locked, so `copy` does not stage it again.
         for d, r in zip(*_split_rows(destination, rows), strict=True):
             staging, event = self._transport.stage(r.numel() * table.shape[1], table.dtype)
             torch.index_select(table, 0, r, out=staging.view(r.numel(), table.shape[1]))  # (V, H) -> (R, H)
             self.copy(d.view(-1), staging)
-            event.record()
+            event.record()  # `stage` hands the buffer out again once this copy has read it
 
     def call(self, function: Callable[[], None]) -> None:
         function()

@@ -44,7 +44,8 @@ def hash_tensor(weight: torch.Tensor) -> str:
 
 @contextmanager
 def drawing_alike(mesh: Mesh, device: torch.device) -> Iterator[None]:
-    """Context manager: draw the same random numbers on all ranks, those of the first one.
+    """Context manager: draw the same random numbers on all ranks, those of the first one. Afterwards, a rank whose state differed has its
+    own state back, as it was before; the others go on after the numbers that were drawn.
 
     Args:
         mesh: the ranks.

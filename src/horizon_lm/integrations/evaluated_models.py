@@ -72,7 +72,11 @@ COPY_MODEL = "create_reference_model"  # by which they copy the one that is trai
 
 
 class EvaluatedModels:
-    """A mixin for subclasses of ``transformers.Trainer``: streams each model that accelerate prepares for evaluation alone."""
+    """A mixin for subclasses of ``transformers.Trainer``: streams each model that accelerate prepares for evaluation alone.
+
+    Attributes:
+        _evaluated: these models.
+    """
 
     _evaluated: tuple[Any, ...] = ()
 

@@ -84,7 +84,8 @@ def _fused_output(
 ) -> Any:  # fmt: skip
     """Return what TRL's fused head returns: the loss, and the log-probabilities of the next tokens with their mask.
 
-    ``labels`` has ``shift_labels``, or ``labels`` alone.
+    ``labels`` has ``shift_labels``, or ``labels`` alone. ``num_items``: the number that the sum of losses is divided by; None for the
+    number of targets in this batch.
     """
     from trl.trainer.utils import FusedCausalLMOutput
 
@@ -107,6 +108,7 @@ def _fused_output(
     fields = {name: getattr(values, name)[:, predicting] for name in statistics}
     if "is_top1" in fields:
         fields["is_top1"] = fields["is_top1"].bool()
+    # Log-probabilities are 0 where the label is ignored.
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
     aux_loss = values.unweighted_aux_loss
     if aux_loss is not None:  # TRL changes the coefficient in the config, which the model has read before

@@ -94,15 +94,16 @@ class TrainerPlan:
         batches_at_once = getattr(args, "steps_per_generation", None)  # for which completions are generated at once
         if batches_at_once is None or not getattr(args, "max_completion_length", None):
             return
-        times_per_step = args.gradient_accumulation_steps / batches_at_once
-        passes = round(args.max_completion_length * max(1.0, times_per_step))
+        generations_per_step = args.gradient_accumulation_steps / batches_at_once
+        # Of a step or, if several steps share a generation, of that generation.
+        passes = round(args.max_completion_length * max(1.0, generations_per_step))
         rows = args.per_device_train_batch_size * batches_at_once
         loaded_for_rows, loaded_at_most = self._bytes_loaded_per_token(rows), self._bytes_loaded_per_token(None)
         experts = f" with the experts of {counted(rows, 'token')}" if loaded_for_rows < loaded_at_most else ""
         duration = ""
         if plan.machine.hardware is not None and (rate := plan.machine.hardware.link_in):
             duration = f": {format_seconds(passes * loaded_for_rows / rate)} at {format_bytes(rate)}/s"
-        steps = "" if times_per_step >= 1 else f", every {round(1 / times_per_step)} steps"
+        steps = "" if generations_per_step >= 1 else f", every {round(1 / generations_per_step)} steps"
         yield (
             f"generation{steps}: up to {passes:,} forward passes, one for each token, which load {format_bytes(loaded_for_rows)} "
             f"each{experts}{duration}"

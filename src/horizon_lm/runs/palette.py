@@ -1,4 +1,4 @@
-"""The colours and words that the figures of the page and ``loss.png`` share."""
+"""The colours and words that the figures of the page and ``loss.png`` share; ``tools/report/assets/page.css`` repeats the first of them."""
 
 import math
 from collections.abc import Iterable

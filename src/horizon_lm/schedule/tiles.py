@@ -74,7 +74,7 @@ class TileCopies:
 
     def ahead(self, place: int) -> list[Op]:
         """Return the copies of the next tiles as far as slots are free, each after the copy of its block's core, and note them as listed.
-        Tiles of blocks behind the block after this place are left for later.
+        Tiles more than one block ahead of this place are left for later.
         """
         ops: list[Op] = []
         while self._tiles_left and self._tiles_listed < self._tiles_computed + 2:  # one in each of the two slots
@@ -85,6 +85,7 @@ class TileCopies:
             if unit.owner in self._not_routed:  # until it is routed, the next core may use the link
                 ops += self.core(place + 1)
                 break
+            # `core` returns nothing for a core that is listed already.
             ops += [*self.core(place_of_block), *self._load(unit)]
             del self._tiles_left[0]
             self._tiles_listed += 1

@@ -67,7 +67,7 @@ class GenerationMemory:
             cache: the cache, whose layers that exist already need no more room.
 
         Raises:
-            DeviceMemoryError: the call does not fit on the device without any resident block.
+            DeviceMemoryError: the call does not fit on the device even with the fewest blocks that may stay resident.
         """
         engine = self._engine
         spare = engine.device.spare_bytes()
@@ -75,10 +75,11 @@ class GenerationMemory:
             return
         needed = self._probe.measure(generation)
         beside_buffers = needed.cache - sum(map(layer_bytes, cache.layers)) + needed.working
+        # Bytes for buffers and cache: what is free, and what the engine's buffers take now.
         available = int(spare * (1 - DEVICE_MARGIN)) + engine.device.counters.allocated_total
         # The graphs of a forward pass that awaits its backward pass rely on the present blocks, so none of these is given up then.
         fewest = engine.residency.weights if engine.between.awaits_backward() else 0
-        resident = engine.residency.weights
+        resident = engine.residency.weights  # a number of blocks
         while resident > fewest and self._buffer_bytes(generation, resident) + beside_buffers > available:
             resident -= 1
         buffers = self._buffer_bytes(generation, resident)

@@ -297,8 +297,8 @@ class ModelForward:
         return self._runner.run(calls, compute, may_have_head_grads)
 
     def _prepare_joint(self, calls: list[Call]) -> None:
-        """Prepare the engine for calls in lock-step. From the first such call on, gradients are summed in float32, which frees all
-        device buffers and gives up forward passes that await their backward pass.
+        """Prepare the engine for calls in lock-step. From the first such call on, the gradients of a pass are summed over its calls in
+        float32, as over micro-batches, which frees all device buffers and gives up forward passes that await their backward pass.
 
         Raises:
             StreamingError: the calls cannot be computed in one pass.
@@ -308,5 +308,6 @@ class ModelForward:
             raise StreamingError("statistics of tokens are collected for one batch at a time")
         options = self.engine.options
         if not options.in_micro_batches:  # sums over batches are float32 with micro-batches
-            # Rows of the largest call, so none of them is cut: with this setting the engine only adds up in float32.
+            # Rows of the largest call, so none of them is cut: with this setting the engine only adds up in float32. A later call with
+            # more rows is cut into micro-batches of this size.
             self.reconfigure(options.in_micro_batches_of(max(shape_of(call)[0] for call in calls)))

@@ -259,7 +259,9 @@ def _hand_out_weights(values: Iterable[Any]) -> None:
 
 
 def _follow_if_in_graph(result: Any, values: Iterable[Any]) -> None:
-    """Let `follow_accumulation` watch the streamed parameters among these values, if a result of other code is in a graph of autograd."""
+    """Let `follow_accumulation` watch the streamed parameters among these values, if a result of other code is in a graph of autograd,
+    which then adds to their gradients by itself, and must wait until the engine's have landed.
+    """
     results = result if isinstance(result, (list, tuple)) else (result,)
     if any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in results):
         for param in _streamed_in(values):

@@ -37,11 +37,12 @@ def are_adapters_changed(horizon: ModelForward) -> bool:
     """Return whether PEFT has added, removed or swapped adapters, or switched to one that was not trained before, and other
     code has changed no other parameter.
     """
-    if not horizon.replaced.is_structure_changed():
+    if not horizon.replaced.is_structure_changed():  # PEFT may have switched to other adapters
         return _trains_others(horizon)
     now = {id(param) for param in horizon.model.parameters()}
     before = {id(ref.param) for ref in horizon.engine.refs.values()}
-    if now == before:  # only modules have changed: PEFT swaps them when it merges norms
+    # The same parameters in other modules: PEFT does this when it merges norms. Without adapters it was other code.
+    if now == before:
         return bool(horizon.adapter_params)
     # Other changes are not taken in: the forward pass rejects them with its own message.
     return now - before <= adapter_params(horizon.model) and before - now <= horizon.removable_params

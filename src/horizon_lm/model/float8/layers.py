@@ -63,7 +63,7 @@ def use_float8(parts: ModelParts, blocks: Iterable[tuple[int, nn.Module]]) -> No
 
 
 def _find_layers(parts: ModelParts, index: int, block: nn.Module) -> _Layers:
-    """Return the linear layers of a block that are neither routers nor adapters."""
+    """Return the linear layers of a block that are neither routers nor adapters, those with widths for kernels of FP8 apart from the others."""
     experts = num_experts(parts.model.config.get_text_config())
     adapters = parts.adapters.get(index, frozenset())
     prefix = f"{parts.block_names[index]}."
@@ -75,8 +75,9 @@ def _find_layers(parts: ModelParts, index: int, block: nn.Module) -> _Layers:
         and module.out_features != experts  # a router has an output for each expert
         and f"{prefix}{name}.weight" not in adapters
     }
-    suitable = {name: each for name, each in layers.items() if _is_even(each)}
-    return _Layers(suitable, {name: each for name, each in layers.items() if name not in suitable})
+    suitable = {name: each for name, each in layers.items() if _has_suitable_widths(each)}
+    uneven = {name: each for name, each in layers.items() if name not in suitable}
+    return _Layers(suitable=suitable, uneven=uneven)
 
 
 def is_plain(layer: nn.Linear) -> bool:
@@ -85,7 +86,7 @@ def is_plain(layer: nn.Linear) -> bool:
     return type(layer).forward is nn.Linear.forward and (instance_forward is None or is_float8(layer))
 
 
-def _is_even(layer: nn.Linear) -> bool:
+def _has_suitable_widths(layer: nn.Linear) -> bool:
     return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
 
 

@@ -54,7 +54,8 @@ def _device_items(step: Step, use: DeviceUse) -> list[PlannedBytes]:
     if use.checkpoints:
         note = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
         items.append(PlannedBytes("activation checkpoints", use.checkpoints, note))
-    parts = [f"peak, {settings.slices[0]} × {step.outline.length:,} tokens in a block"]
+    largest = settings.slices[0]  # rows of the first micro-batch; no other one has more
+    parts = [f"peak, {largest} × {step.outline.length:,} tokens in a block"]
     if settings.residency.graphs:
         parts.append(counted(settings.residency.graphs, "resident graph"))
     parts.append("all logits" if settings.chunk_tokens is None else f"logits of {settings.chunk_tokens:,} tokens")

@@ -62,7 +62,7 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
     Args:
         outline, request: as in `choose`.
         micro_batch: sequences of a device micro-batch; None for the whole batch at once.
-        room: as from `device_room`.
+        room: as from `device_room`: bytes, which are negative if less than nothing is left; None for no limit.
     """
     spare = None if room is None else max(0, room)  # None: no limit
     # The compiled code of a whole block cannot be interrupted for its tiles.
@@ -72,6 +72,7 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
         "device_micro_batch_size": micro_batch,
         "head_chunk_tokens": request.head_chunk_tokens or chunk,
         "compiled": compiled,
+        # Without a limit, offloading activation checkpoints would free nothing that is short.
         **Residency(*request.requested_residency(outline.num_blocks, auto_on_device=room is None)).options(),
     }
     # The request's fields, with the chosen ones in their place.

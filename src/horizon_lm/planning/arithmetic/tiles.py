@@ -84,7 +84,7 @@ class TileCost:
         recompute = core.recompute.at(rows)
         if op.kind == Kind.RECOMPUTE:
             return recompute
-        # With several micro-batches, each graph is computed again here: only one at a time has room.
+        # In BACKWARD. With several micro-batches, each graph is computed a second time here, since only one at a time has room.
         return core.backward.at(rows) + (recompute if len(self._slices) > 1 else Work())
 
     def _of_tile(self, op: Op, kind: BlockKind, core: CoreCosts, rows: int) -> Work:

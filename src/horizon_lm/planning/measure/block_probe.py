@@ -237,14 +237,14 @@ def find_written(parts: ModelParts, trial: OuterTrial | None) -> Mapping[int, fr
 
 
 def _written(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
-    """Return the weights that the forward pass of a block writes in place, by name."""
+    """Return the weights that the forward pass of a block writes in place, by name; they have to be brought back to host memory."""
     module, args, kwargs = copy_on_meta(block, args, kwargs, torch.float32)
     module.train()
     watch = _WriteWatch(module)
     try:
         with uncounted(module), watch, torch.no_grad():
             module.forward(*args, **kwargs)
-    except Exception:  # a block that cannot run on the meta device is assumed not to write weights
+    except Exception:  # the block cannot run on the meta device: only its writes up to here are known
         pass
     return frozenset(watch.written)
 

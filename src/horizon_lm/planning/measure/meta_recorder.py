@@ -263,7 +263,9 @@ class _ScaledDotProduct(TorchFunctionMode):
 
 @contextmanager
 def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Context manager: replace kernels that transformers looks up by name and that skip tokens outside of a window."""
+    """Context manager: replace kernels that transformers looks up by name and that skip tokens outside of a window. The configs
+    are not set back, because ``module`` is a copy.
+    """
     from transformers import AttentionInterface
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:

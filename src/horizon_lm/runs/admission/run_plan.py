@@ -139,6 +139,7 @@ def _problems_of_first_step(source: Source, plan: Plan, rows: RowShape) -> list[
     from horizon_lm.model.attention import large_mask
 
     outline, config = plan.step.outline, source.config.get_text_config()
+    # Of the batch that is trained on, and of passes without gradients, such as those of evaluation.
     shapes = [(plan.request.rows, rows.length), *((each.rows, each.length) for each in plan.request.forwards)]
     problems = [
         large_mask(config, outline.attention, *shape, outline.compute_bytes, lambda: rows.masked) for shape in shapes

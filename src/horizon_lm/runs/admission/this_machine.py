@@ -235,6 +235,10 @@ def _notes_on_modules(hardware: Hardware, host_memory: int) -> tuple[list[str], 
 
     There is a note if the host memory takes more than two modules: the plan has the rates of four. There is a remark if it is larger
     than the profile's, but two modules suffice: with four it would be slower.
+
+    Args:
+        hardware: the profile as it is published, with the rates of two modules.
+        host_memory: the bytes that were asked for.
     """
     desktop = hardware.desktop
     if "two_modules" not in desktop or host_memory <= hardware.host_memory:

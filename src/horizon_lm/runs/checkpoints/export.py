@@ -134,9 +134,9 @@ def _save_adapters(
     """Let PEFT write the adapters of a checkpoint, with a model that has no weights."""
     # PEFT writes the name of the model that the adapters are added to.
     model.config.name_or_path = model.name_or_path = lasting_name(base_of_adapters(checkpoint) or "")
-    configs = {"default": checkpoint} | {
-        path.parent.name: path.parent for path in checkpoint.glob("*/adapter_config.json")
-    }
+    # PEFT writes the adapter "default" into the folder itself, and each other one into a folder of its name.
+    others = {path.parent.name: path.parent for path in checkpoint.glob(f"*/{ADAPTER_CONFIG}")}
+    configs = {"default": checkpoint} | others
     for name, config_folder in configs.items():
         if (config_folder / ADAPTER_CONFIG).is_file():
             model = Adapters(folder=str(config_folder)).add_to(model, draw=False, name=name)

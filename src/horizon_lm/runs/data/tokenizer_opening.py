@@ -12,7 +12,7 @@ from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require
 from horizon_lm.runs.data.gguf_tokenizer import build_tokenizer
 from horizon_lm.runs.data.template_limits import limit_templates
 
-_LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32
+_LARGEST_TOKEN = 2**31 - 1  # ids of tokens are kept as int32
 _MAX_GROWTH = 64  # characters made of one; published normalizers make up to three
 _MAX_PARSED_BYTES = 2**22  # of a tokenizer.json that is parsed before it is loaded; longer ones are checked afterwards
 _PANIC = "PanicException"  # of pyo3, which offers no import of it
@@ -25,7 +25,7 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
     limit_templates()
     _report_panics()
     require_model_files(folder)
-    _require_little_growth_of_file(folder / "tokenizer.json")
+    _limit_growth_of_file(folder / "tokenizer.json")
     if gguf_file is None:
         require_tokenizer_files(folder)
     try:
@@ -37,7 +37,7 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
         largest = max(tokenizer.get_vocab().values(), default=0)
         if largest > _LARGEST_TOKEN:
             raise ValueError(f"it has a token with the number {largest:,}")
-        _require_little_growth_of(tokenizer, folder / "tokenizer.json")
+        _limit_growth_of(tokenizer, folder / "tokenizer.json")
         return tokenizer
     except HorizonError:
         raise
@@ -54,9 +54,9 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
 # Texts that grow
 
 
-def _require_little_growth_of_file(path: Path) -> None:
+def _limit_growth_of_file(path: Path) -> None:
     """Raise ConfigError if the normalizer in a ``tokenizer.json`` makes too many characters of one, before loading uses it. A file that is
-    too long to be parsed twice is checked once it is loaded (`_require_little_growth_of`).
+    too long to be parsed twice is checked once it is loaded (`_limit_growth_of`).
     """
     if not path.is_file() or path.stat().st_size > _MAX_PARSED_BYTES:
         return
@@ -65,17 +65,17 @@ def _require_little_growth_of_file(path: Path) -> None:
     except (OSError, ValueError, RecursionError):
         return  # reported when it is loaded
     if isinstance(content, dict):
-        _require_little_growth(content.get("normalizer"), path)
+        _limit_growth(content.get("normalizer"), path)
 
 
-def _require_little_growth_of(tokenizer: Any, place: object) -> None:
+def _limit_growth_of(tokenizer: Any, place: object) -> None:
     """Raise ConfigError, naming ``place``, if the normalizer of a loaded tokenizer makes too many characters of one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and backend.normalizer is not None:
-        _require_little_growth(json.loads(backend.normalizer.__getstate__()), place)
+        _limit_growth(json.loads(backend.normalizer.__getstate__()), place)
 
 
-def _require_little_growth(normalizer: Any, place: object) -> None:
+def _limit_growth(normalizer: Any, place: object) -> None:
     """Raise ConfigError if a normalizer could make a text much longer: a kilobyte of replacements can make petabytes of a word."""
     if (growth := _growth(normalizer)) > _MAX_GROWTH:
         shown = f"{growth:,.0f}" if growth < 1e15 else f"{growth:.0e}"

@@ -71,7 +71,8 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
         raise ConfigError("--format gguf needs the package gguf: pip install 'horizon-lm[gguf]'")
     architecture, skeleton = ARCHITECTURES[config.model_type], skeletons.open_skeleton(source, config)
     tokenizer = read_tokenizer(source, config.vocab_size, skeleton.generation_config)
-    # Before anything is written, a file without weights is read back, to compare its config with the model's.
+    # Before anything is written, a file with no other tensors than the factors of rotary frequencies, which belong to the config, is read
+    # back, to compare its config with the model's.
     with tempfile.TemporaryDirectory() as scratch:
         header = Path(scratch) / FILE
         with closing(_open_writer(config, tokenizer, header)) as writer:

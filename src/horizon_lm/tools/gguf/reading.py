@@ -40,7 +40,7 @@ def require_kept(architecture: Architecture, config: Any, header: Path, source: 
     assumed, own = architecture.assumed(config), _settings(config)
     read = {**_settings(read_config), **assumed}
     _align_equivalent(config, own, read)
-    for key in sorted({*computed_from(config), *assumed}):
+    for key in sorted({*deciding_keys(config), *assumed}):
         same = _same_rotary(config, read_config) if key == _ROTARY else _equal(own.get(key), read.get(key))
         if not same:
             raise ModelNotSupportedError(
@@ -67,7 +67,7 @@ def _notes_on_reader(architecture: Architecture, config: Any, own: Mapping[str, 
     read, notes = _settings(by_transformers), list[str]()
     own = dict(own)
     _align_equivalent(config, own, read)
-    for key in sorted(computed_from(config) & read.keys() - {"model_type"}):
+    for key in sorted(deciding_keys(config) & read.keys() - {"model_type"}):
         same = _same_rotary(config, by_transformers) if key == _ROTARY else _equal(own.get(key), read[key])
         scaling = parameters_of(config)["rope_type"]
         if not same and key == _ROTARY and scaling != parameters_of(by_transformers)["rope_type"]:
@@ -129,7 +129,7 @@ def _same_rotary(config: Any, read_config: Any) -> bool:
     return True
 
 
-def computed_from(config: Any) -> set[str]:
+def deciding_keys(config: Any) -> set[str]:
     """Return the keys of a config that decide what the model computes.
 
     Keys that all types of configs have are left out: they say where a model comes from and how it is called.
@@ -137,7 +137,7 @@ def computed_from(config: Any) -> set[str]:
     from transformers import PreTrainedConfig
 
     own = type(config)().to_dict().keys() - PreTrainedConfig().to_dict().keys()
-    settings = {key for key in own if not key.startswith("_")}  # others only make settings
+    settings = {key for key in own if not key.startswith("_")}  # a key with an underscore only makes other settings
     return (settings | _READ_IF_PRESENT | {"model_type"}) - _WITHOUT_EFFECT
 
 
