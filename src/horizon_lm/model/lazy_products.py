@@ -82,7 +82,7 @@ class LazyProducts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._put_off: dict[int, PutOff] = {}  # by the storage of the result, which it keeps alive
+        self._put_off: dict[int | None, PutOff] = {}  # by the storage of the result, which it keeps alive
         self.left_out: list[PutOff] = []
 
     @classmethod
@@ -295,8 +295,9 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Return the identity of a tensor's memory; None for a sparse one, which shares none with another tensor."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
