@@ -59,7 +59,8 @@ def test_weights_are_those_that_transformers_decodes(tmp_path: Path, family: str
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     for name, param in again.named_parameters():
         assert torch.equal(param, expected[name].to(param.dtype)), name
-        assert precision == "float32" or param.dtype == torch.bfloat16 or "correction_bias" in name
+        in_float32 = any(part in name for part in ("correction_bias", "mlp.gate."))  # as transformers keeps routers
+        assert precision == "float32" or param.dtype == torch.bfloat16 or in_float32
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "16 bits": {"precision": "fp32_master", "compute_dtype": torch.bfloat16},
 }
 # transformers reads a mask on the host to check for padding; `varlen` makes no mask.
-LOOKS_AT_MASKS = ("gemma2", "qwen3_next")
+LOOKS_AT_MASKS = ("falcon", "gemma2", "qwen3_next")
 
 
 # A program that ends while a thread of the device is inside torch.

@@ -168,6 +168,12 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
 
 
+def in_dtype_of(base: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    """Return a float32 value as it is read from a folder that has it in the dtype of the base, if that is one of 16 bits."""
+    in_16_bits = base is not None and base.dtype in (torch.bfloat16, torch.float16)
+    return value.to(base.dtype).float() if in_16_bits and value.dtype == torch.float32 else value
+
+
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -194,7 +200,11 @@ def compare(folder: Path, base_name: str, kind: str) -> list[str]:
     if not distance(own, before) > 2e-3:
         found.append("the adapters change nothing")
     values, base_values = merged.state_dict(), stored(base)
-    changed = [name for name, value in expected.state_dict().items() if not same(value, values[name])]
+    changed = [
+        name
+        for name, value in expected.state_dict().items()
+        if not same(in_dtype_of(base_values.get(name), value), values[name])
+    ]
     if one_of_both:
         changed = [name for name in changed if name not in ("lm_head.weight", "model.embed_tokens.weight")]
     if changed:
