@@ -17,6 +17,7 @@ from transformers import (
     Gemma3Config,
     GemmaConfig,
     GPTJConfig,
+    HunYuanMoEV1Config,
     LlamaConfig,
 )
 
@@ -45,6 +46,16 @@ GPTJ = GPTJConfig(
 APERTUS = ApertusConfig(**SMALL, hidden_size=24, intermediate_size=32, pad_token_id=0)
 ERNIE = Ernie4_5_MoeConfig(
     **SMALL, hidden_size=24, intermediate_size=32, moe_intermediate_size=16, moe_num_experts=4, moe_k=2, pad_token_id=0
+)
+HUNYUAN = HunYuanMoEV1Config(
+    **SMALL,
+    hidden_size=24,
+    intermediate_size=32,
+    head_dim=12,
+    num_experts=4,
+    moe_topk=2,
+    pad_token_id=0,
+    eod_token_id=0,
 )
 LLAMA = LlamaConfig(**SMALL, hidden_size=24, intermediate_size=32)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -110,6 +121,20 @@ def test_buffers_and_logits_are_those_of_transformers(
     ids = torch.arange(3, 83).reshape(2, 40)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, open_plain(tmp_path, precision)(ids).logits)
+
+
+def test_four_bits_quantize_a_router_that_is_created_in_float32(tmp_path: Path) -> None:
+    save(tmp_path, HUNYUAN, torch.bfloat16)
+    name = "model.layers.1.mlp.gate.wg.weight"
+    assert name in horizon_lm.from_pretrained(tmp_path, allow_unproven_model=True)._horizon.engine.store.in_float32
+    model = horizon_lm.from_pretrained(tmp_path, load_in_4bit=True, head="whole", allow_unproven_model=True)
+    assert name in model._horizon.engine.store.codecs
+    model.save_pretrained(tmp_path / "written")
+    assert written(tmp_path / "written")[name].dtype == written(tmp_path)[name].dtype == torch.float32
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype=torch.float32)
+    ids = torch.arange(3, 83).reshape(2, 40)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
 def test_four_bits_leave_buffers_as_they_are(tmp_path: Path) -> None:

@@ -142,6 +142,11 @@ class ModelParts:
         """Return the dtype of the head on the device, in a model that computes in ``dtype``."""
         return torch.float32 if any(ref.name in self.in_float32 for ref in self.units[HEAD]) else dtype
 
+    def quantize(self, codecs: Mapping[str, Codec]) -> None:
+        """Note the codecs of the weights that are quantized, by full name. As in transformers, these are no longer kept in float32."""
+        self.codecs = codecs
+        self.in_float32 = self.in_float32.difference(codecs)
+
     def renamed_in_float32(self, old_names: Mapping[str, str]) -> frozenset[str]:
         """Return the weights that are computed with in float32, by their names in a model that PEFT has changed.
 

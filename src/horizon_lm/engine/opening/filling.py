@@ -39,7 +39,7 @@ def with_store(
     examined = settings.examine(model)
     parts = examined.parts
     if find_codecs is not None:
-        parts.codecs = find_codecs(parts)
+        parts.quantize(find_codecs(parts))
     never_trained = set(parts.units) if frozen else parts.frozen_base()
     store = Store(
         parts.shapes(), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=settings.device_mesh.shard,

@@ -131,7 +131,7 @@ def _trained_parts(
     if adapters is not None:
         model = adapted_model(adapters.add_to(model, draw=False))
     parts = find_parts(model)
-    parts.codecs = {ref.name: codecs[id(ref.param)] for ref in parts.refs() if id(ref.param) in codecs}
+    parts.quantize({ref.name: codecs[id(ref.param)] for ref in parts.refs() if id(ref.param) in codecs})
     return parts
 
 
