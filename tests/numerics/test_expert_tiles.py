@@ -141,6 +141,20 @@ def test_sums_over_two_backward_passes_are_rounded_as_those_of_whole_blocks(rows
         assert_equal_gradients(model, models[0])
 
 
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zeros_have_the_signs_of_whole_blocks(grad_dtype: torch.dtype) -> None:
+    """Of experts that one micro-batch has tokens for, which no loss depends on, and the others have none for."""
+    batch = tiny_models.batch(rows=3, length=3, padding="none")
+    batch["labels"][1] = -100
+    results = []
+    for tile in (None, 1):
+        model = streamed("mixtral", tile, precision="bf16", grad_dtype=grad_dtype, device_micro_batch_size=1)
+        results.append(loss_and_gradients(model, **batch)[1])
+    for name, grad in results[0].items():
+        assert torch.equal(results[1][name], grad)
+        assert torch.equal(results[1][name].signbit(), grad.signbit()), name
+
+
 def test_dropout_draws_the_numbers_of_whole_blocks() -> None:
     results = []
     for tile in (None, 3):

@@ -91,6 +91,10 @@ class ExpertCall:
         """Return the experts that tokens are routed to."""
         return [expert for expert, (start, stop) in enumerate(pairwise(self._bounds)) if start < stop]
 
+    def has_rows(self, experts: slice) -> bool:
+        """Return whether a token is routed to one of a tile's experts."""
+        return self._bounds[experts.start] < self._bounds[experts.stop]
+
     def compute(self, experts: slice, function: Experts) -> None:
         """Compute the rows of a tile's experts by its function, and keep their outputs for `finish`."""
         tile = self._rows_of_tile(experts)
@@ -115,9 +119,9 @@ class ExpertCall:
         """Return the experts (R, 1) of a tile's rows, counted from the tile's first, and the numbers of these rows (R,) among all sorted
         rows; None if no token is routed to these experts. Both have the order in which the experts' function is given the rows.
         """
-        start, stop = self._bounds[experts.start], self._bounds[experts.stop]
-        if start == stop:
+        if not self.has_rows(experts):
             return None
+        start, stop = self._bounds[experts.start], self._bounds[experts.stop]
         ids = self._experts[start:stop] - experts.start
         # The function sorts by expert again, and an unstable sort exchanges rows of one expert. Rows are given in the order that this
         # exchange turns into the present one. All exchanged rows have the same expert, so `ids` is the same in either order.

@@ -175,6 +175,11 @@ class GradSlot:
         # The order lets an update merge neighbours into spans (`StepUpdate.spans`).
         return [name for name in self.layout if name in self.written]
 
+    def add_zeros(self) -> None:
+        """Add zeros to the gradients, as a micro-batch whose gradients are zero does: they change nothing but -0.0, to 0.0."""
+        for name in self.written:
+            self.view(name).add_(0.0)
+
     def round_to(self, dtype: torch.dtype) -> None:
         """Round the gradients to a dtype that is narrower than the slot's."""
         for name in self.written:

@@ -131,6 +131,10 @@ class TiledBackward:
                     call.differentiate(experts, function)
 
         run(differentiate)
+        if not all(call.has_rows(experts) for call in self._calls):
+            # In a whole block, a micro-batch without tokens for these experts has zeros as their gradients, and adds them.
+            slot.add_zeros()
+            adapters.add_zeros()
         if is_trained:
             slot.zero_the_rest()
             if engine.memory.accumulates:
