@@ -20,7 +20,7 @@ BOUNDS = {
     "floors of imports": 12,
     "entries at the root": 14,
     "nodes in 100 lines of code": 1_100,
-    "lines for 100 lines of code": 158,
+    "lines for 100 lines of code": 160,
 }
 _ROOM = 0.02  # by which a number may be below its bound: a bound follows what gets smaller
 _NO_CODE = {
