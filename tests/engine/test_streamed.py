@@ -38,20 +38,21 @@ def test_moving_and_casting_are_rejected(method: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::horizon_lm.errors.SlowProductsWarning")
-def test_a_cast_of_a_weight_is_ignored_only_if_it_loses_nothing() -> None:
+def test_only_an_exact_cast_of_a_weight_to_float32_is_ignored() -> None:
     """PEFT casts all weights to float32 before it trains on a quantized base."""
     model = horizon_lm.stream(tiny_models.build("llama"), precision="bf16", compute_dtype=torch.bfloat16)
     param = model.model.norm.weight
     before = param.detach().clone()
     with pytest.warns(IgnoredCastWarning, match=r"stay in torch.bfloat16.*stream with compute_dtype=torch.float32"):
         param.data = param.data.to(torch.float32)
-    lossy: list[Callable[[], torch.Tensor]] = [
+    rejected: list[Callable[[], torch.Tensor]] = [
         lambda: param.data.half(), lambda: param.data.float() * (1 + 2**-20), lambda: param.data.float()[:8],
-        lambda: param.data.float().to("meta"),
+        lambda: param.data.float().to("meta"), lambda: param.data.double(),
     ]  # fmt: skip
-    for other in lossy:
+    for other in rejected:
         with pytest.raises(
-            StreamingError, match=r"\.data cannot be replaced|cannot be cast from torch.bfloat16 to torch.float(16|32)"
+            StreamingError,
+            match=r"\.data cannot be replaced|cannot be cast from torch.bfloat16 to torch.float(16|32|64)",
         ):
             param.data = other()
     assert torch.equal(param, before)

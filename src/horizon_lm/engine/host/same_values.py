@@ -17,8 +17,8 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_wider_copy(value: torch.Tensor, present: torch.Tensor) -> bool:
-    """Return whether a tensor has the present values, on the host, in a dtype with more bits."""
-    widens = value.is_floating_point() and value.dtype.itemsize > present.dtype.itemsize
+    """Return whether a tensor has the present values, on the host, in float32 instead of fewer bits."""
+    widens = value.dtype == torch.float32 and present.dtype.itemsize < value.dtype.itemsize
     if not widens or value.shape != present.shape or value.device != present.device:
         return False
     pairs = zip(value.reshape(-1).split(_AT_ONCE), present.reshape(-1).split(_AT_ONCE), strict=True)
