@@ -72,7 +72,7 @@ class Ranks:
     def __init__(self, run_file: Path, count: int, **environment: str) -> None:
         port = free_port()
         self.processes = [
-            RunProcess(run_file, setup=SETUP, environment=environment | environment_of(rank, count, port))
+            RunProcess(run_file, setup=SETUP, environment=environment_of(rank, count, port) | environment)
             for rank in range(count)
         ]
 
@@ -202,10 +202,10 @@ def test_a_stopped_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path
 
 @pytest.mark.slow
 def test_a_failing_rank_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Only the first rank sees the folder of a finished run."""
+    """Only the first rank sees the folder of a finished run. The second one reports it if it is the first of another machine."""
     run_file = write(settings | {"max_steps": 1}, tmp_path / "run.yaml")
     assert [code for code, _ in Ranks(run_file, 2).end(120)] == [0, 0]
-    (first, why), (second, message) = Ranks(run_file, 2).end(60)
+    (first, why), (second, message) = Ranks(run_file, 2, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1").end(60)
     assert first == 2
     assert "holds a finished run" in why
     assert second != 0
