@@ -115,6 +115,15 @@ def test_inputs_that_change_later_are_read_before() -> None:
     assert torch.equal(output, expected.cos())
 
 
+def test_sparse_sums_are_computed_at_once() -> None:
+    """They have no storage by which a result that is read later would be found."""
+    one, two = (torch.full((3,), value).diag().to_sparse().requires_grad_() for value in (1.0, 2.0))
+    with torch.enable_grad(), LazyProducts():
+        both, twice = one + two, one + one
+        values = [each.to_dense().diagonal().tolist() for each in (both, twice)]
+    assert values == [[3.0] * 3, [2.0] * 3]
+
+
 def test_strides_and_types_of_sums_are_those_of_torch() -> None:
     first, second = torch.randn(3, 4, requires_grad=True), torch.randn(4, 3, dtype=torch.bfloat16, requires_grad=True)
     for a, b in ((first, second.t()), (first.t(), second), (first.t(), 2), (second.t(), torch.ones(()))):

@@ -122,7 +122,9 @@ class LazyProducts(TorchDispatchMode):
             return op(*args, **kwargs)
         tensors = list(_tensors((args, tuple(kwargs.values()))))
         # A result without a gradient, such as an index, may be read in ways that are not seen here, too.
-        may_wait = any(tensor.requires_grad for tensor in tensors)
+        # A sparse result has no storage, by which it would be found again.
+        is_dense = all(tensor.layout == torch.strided for tensor in tensors)
+        may_wait = is_dense and any(tensor.requires_grad for tensor in tensors)
         if may_wait and kind is _Kind.SUM and _saves_nothing(op, args):
             return self._call_later(op, args, kwargs)
         if self._put_off:
