@@ -8,13 +8,13 @@ from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.engine.passes.cursor import Cursor
 from horizon_lm.errors import ScheduleMismatchError
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between, build
 from horizon_lm.schedule.ops import Kind, Schedule
 
 LAYOUT = build.Layout(4)
 BLOCKS = [block(index) for index in range(4)]
 FORWARD = build.forward(LAYOUT, keeps=range(4))
-BACKWARD = build.backward(LAYOUT, blocks=range(4), trainable=[EMBED, *BLOCKS, HEAD, OUTER])
+BACKWARD = build.backward(LAYOUT, order=[EMBED, *BLOCKS], trainable=[EMBED, *BLOCKS, HEAD, OUTER])
 
 
 def run(schedule: Schedule, kind: Kind, units: Sequence[Unit]) -> None:
@@ -52,7 +52,7 @@ def test_backward_may_begin_anywhere_and_leave_out_embedding_and_outer_parameter
         (FORWARD, Kind.FORWARD, [EMBED], "forward outer"),
         (FORWARD, Kind.FORWARD, [OUTER, BLOCKS[0]], "forward embed"),
         (FORWARD, Kind.FORWARD, [OUTER, EMBED, BLOCKS[1]], "forward block0"),
-        (build.update(LAYOUT, BLOCKS, BLOCKS), Kind.ORTHOGONALIZE, [BLOCKS[1]], "orthogonalize block0"),
+        (between.update(LAYOUT, BLOCKS, BLOCKS), Kind.ORTHOGONALIZE, [BLOCKS[1]], "orthogonalize block0"),
     ],
 )
 def test_no_other_computation_may_be_left_out(schedule: Schedule, kind: Kind, units: list[Unit], expected: str) -> None:

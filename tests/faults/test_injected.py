@@ -122,7 +122,8 @@ def assert_idle(model: Any) -> None:
     assert not engine.cursor.active
     assert engine.running.forward is None
     assert engine.between.head_grads_lease.holder is None
-    taken = engine.boundaries.num_bytes - sum(buffer.numel() for buffer, _ in engine.boundaries._free)
+    free = [buffer.numel() for of_list in engine.boundaries._free.values() for buffer, _ in of_list]
+    taken = engine.boundaries.num_bytes - sum(free)
     assert taken == 0, f"{taken} bytes of boundaries are still taken"
 
 

@@ -28,7 +28,7 @@ from horizon_lm.optim import update_tasks
 from horizon_lm.runs.checkpoints import manifest
 from horizon_lm.runs.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.runs.checkpoints.plain_state import random_state
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between, build
 from horizon_lm.schedule.ops import LastUse, Schedule, ScheduleError, Stream, Wait
 from tests.support import tiny_models
 from tests.support.checkpointed_training import BUFFERED, Digests, digest, opened
@@ -319,7 +319,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "in backward": {"in_backward": True},
     "in backward, tied": {"in_backward": True, "tied": True},
 }
-_FUNCTIONS = ("forward", "backward", "update", "save")
+_BUILDERS = ((build, "forward"), (build, "backward"), (between, "update"), (between, "save"))
 
 
 class Eager(SimulatedDevice):
@@ -357,9 +357,11 @@ def waits_for_saves(schedule: Schedule, in_backward: bool) -> Iterator[tuple[int
 
 
 def replace_passes(monkeypatch: pytest.MonkeyPatch, change: Callable[[Schedule], Schedule]) -> None:
-    for function in _FUNCTIONS:
-        original = getattr(build, function)
-        monkeypatch.setattr(build, function, lambda *args, original=original, **named: change(original(*args, **named)))
+    for module, function in _BUILDERS:
+        original = getattr(module, function)
+        monkeypatch.setattr(
+            module, function, lambda *args, original=original, **named: change(original(*args, **named))
+        )
 
 
 def save_and_go_on(device: Any, folder: Path, **options: Any) -> Digests:

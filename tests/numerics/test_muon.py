@@ -13,7 +13,7 @@ from horizon_lm.device.base import Task
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import ConfigError, PartialUpdateError
 from horizon_lm.optim.muon import orthogonalize
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between, build
 from horizon_lm.schedule.ops import After, Kind, Schedule, ScheduleError, Stream, Wait
 from tests.support import tiny_models
 from tests.support.schedule_proofs import each_wait, without_wait
@@ -121,7 +121,7 @@ def _waits() -> list[tuple[int, Wait]]:
 
 def _update_of(layout: build.Layout) -> Schedule:
     blocks = [block(u) for u in range(layout.num_blocks)]
-    return build.update(layout, [OUTER, *blocks, HEAD], blocks)
+    return between.update(layout, [OUTER, *blocks, HEAD], blocks)
 
 
 def test_a_dropped_wait_changes_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_dropped_wait_changes_the_numbers(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(dropped) > 8
     for index, wait in dropped:
         monkeypatch.setattr(
-            build, "update", lambda layout, *_, index=index, wait=wait: without_wait(_update_of(layout), index, wait)
+            between, "update", lambda layout, *_, index=index, wait=wait: without_wait(_update_of(layout), index, wait)
         )
         noticed = False
         for eagerness in (1.0, 0.0, None):

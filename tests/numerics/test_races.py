@@ -11,7 +11,7 @@ import pytest
 
 from horizon_lm.common.units import OUTER
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between, build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Schedule, ScheduleError, Stream, Wait
 from tests.support.pass_sequences import SETTINGS, Result, same, train
 from tests.support.schedule_proofs import Passes, each_wait, is_wrong, passes, without_wait
@@ -99,29 +99,32 @@ def _invisible(schedule: Schedule, op_index: int, wait: Wait) -> str | None:
     return None
 
 
+_BUILDERS = ((build, "forward"), (build, "backward"), (between, "update"))
+
+
 def _observe_passes(monkeypatch: pytest.MonkeyPatch, seen: set[Schedule], layouts: set[build.Layout]) -> None:
-    for function in ("forward", "backward", "update"):
-        original = getattr(build, function)
+    for module, function in _BUILDERS:
+        original = getattr(module, function)
 
         def observed(*args: Any, original: Any = original, **kwargs: Any) -> Schedule:
             layouts.add(args[0])
             seen.add(original(*args, **kwargs))
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(build, function, observed)
+        monkeypatch.setattr(module, function, observed)
 
 
 def _noticed(
     monkeypatch: pytest.MonkeyPatch, schedule: Schedule, broken: Schedule, expected: Result, options: dict[str, Any]
 ) -> bool:
-    for function in ("forward", "backward", "update"):
-        original = getattr(build, function)
+    for module, function in _BUILDERS:
+        original = getattr(module, function)
 
         def replaced(*args: Any, original: Any = original, **kwargs: Any) -> Schedule:
             made = original(*args, **kwargs)
             return broken if made == schedule else made
 
-        monkeypatch.setattr(build, function, replaced)
+        monkeypatch.setattr(module, function, replaced)
     try:
         # As early as possible, as late as possible, then mixed.
         for seed, eagerness in [*((seed, None) for seed in range(8)), (0, 1.0), (0, 0.0)]:

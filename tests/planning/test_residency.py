@@ -10,7 +10,8 @@ ACTIVATIONS = ActivationMemory(
     peaks=[PEAK] * NUM_BLOCKS,
     backward_peaks=[PEAK - GRAPH] * NUM_BLOCKS,
     head=0,
-    boundary=BOUNDARY,
+    boundaries=[BOUNDARY] * NUM_BLOCKS,
+    differentiated=frozenset(range(NUM_BLOCKS)),
 )
 
 

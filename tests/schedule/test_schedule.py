@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.common.units import EMBED, HEAD, OUTER, block
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between, build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
 from tests.support.schedule_proofs import (
@@ -80,7 +80,7 @@ def test_adapters_gradients_wait_for_the_last_landing() -> None:
     """The first block of a backward pass may write them only after those of the pass before have landed."""
     layout = build.Layout(3, adapters=True)
     made = passes_of(layout, False, range(3), (OUTER,))
-    naive = build.backward(replace(layout, adapters=False), blocks=range(3), trainable=(OUTER,))
+    naive = build.backward(replace(layout, adapters=False), order=map(block, range(3)), trainable=(OUTER,))
     writes = [(op.writes, naive_op.writes) for op, naive_op in zip(made.backward.ops, naive.ops, strict=True)]
     assert any(ours and not others for ours, others in writes)
     unordered = [replace(op, waits=others.waits) for op, others in zip(made.backward.ops, naive.ops, strict=True)]
@@ -164,7 +164,7 @@ def test_each_wait_of_an_orthogonalized_update_is_needed(place: tuple[int, int, 
 
 def forget_passes() -> None:
     """Clear cached passes, which were built by other rules."""
-    for made in (build._forward, build._backward, build._update_pass, build._save_pass, build.save_table):
+    for made in (build._forward, build._backward, between._update_pass, between._save_pass, between.save_table):
         made.cache_clear()
 
 

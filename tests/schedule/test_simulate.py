@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between, build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Op, Schedule, ScheduleError, Stream, Wait, uses
 from horizon_lm.schedule.simulate import Cost, Rates, Timeline, simulate, step_seconds
 from tests.support.thinned_cases import thinned
@@ -177,8 +177,8 @@ def training_step(layout: build.Layout, head_grads: bool = True) -> list[Schedul
     trainable = [EMBED, *blocks, HEAD, OUTER]
     return [
         build.forward(layout, keeps=kept, table_update=True, head_grads=head_grads),
-        build.backward(layout, blocks=kept, trainable=trainable, head_grads=head_grads),
-        *([] if layout.update_in_backward else [build.update(layout, updated)]),
+        build.backward(layout, order=[EMBED, *map(block, kept)], trainable=trainable, head_grads=head_grads),
+        *([] if layout.update_in_backward else [between.update(layout, updated)]),
     ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between, build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Schedule, Stream, Wait
 
 # Maximum number of buffers of each kind, which must not depend on the number of blocks.
@@ -303,9 +303,9 @@ def passes_of(
         evaluating=build.forward(layout, **fresh),
         evaluation=build.forward(layout, changed=False),
         routing=build.forward(layout, changed=False, routed=[] if layout.sharded else streamed),
-        backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
-        recomputing=build.backward(layout, blocks=kept, trainable=trained),
-        update=None if layout.update_in_backward else build.update(layout, updated, on_device),
-        save=build.save(layout, [unit for unit in saved if unit != EMBED or not table_update]),
-        save_table=build.save_table(layout) if table_update else None,
+        backward=build.backward(layout, order=[EMBED, *map(block, kept)], trainable=trained, head_grads=head_grads),
+        recomputing=build.backward(layout, order=[EMBED, *map(block, kept)], trainable=trained),
+        update=None if layout.update_in_backward else between.update(layout, updated, on_device),
+        save=between.save(layout, [unit for unit in saved if unit != EMBED or not table_update]),
+        save_table=between.save_table(layout) if table_update else None,
     )

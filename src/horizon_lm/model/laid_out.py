@@ -13,7 +13,8 @@ from horizon_lm.model.routed_experts import expert_tensors
 def laid_out(parts: ModelParts, units: Mapping[Unit, UnitLayout[StorageT]]) -> ModelLayout[StorageT]:
     """Return the layout of a model whose units are laid out."""
     return ModelLayout(
-        units, parts.num_blocks, parts.vocabulary, parts.hidden, parts.tied, parts.hidden_matrices(), expert_tensors(parts)
+        units, parts.num_blocks, parts.vocabulary, parts.hidden, parts.tied, parts.hidden_matrices(), expert_tensors(parts),
+        num_tower_blocks=parts.decoder_blocks.start,
     )  # fmt: skip
 
 

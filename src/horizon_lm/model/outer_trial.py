@@ -42,10 +42,11 @@ class OuterTrial:
 
 def require_each_block_once(parts: ModelParts, found: OuterTrial | None) -> None:
     """Raise ModelNotSupportedError if a model does not call each block once, in order: in a trial, or because it has LayerDrop."""
-    if found is not None and found.order != tuple(range(parts.num_blocks)):
+    blocks = parts.decoder_blocks
+    if found is not None and found.order != tuple(blocks):
         raise ModelNotSupportedError(
-            f"{type(parts.model).__name__}: its forward calls the blocks of {parts.block_names[0].rpartition('.')[0]} in the order "
-            f"{', '.join(map(str, found.order))}; a model is streamed whose blocks are called once each, in order"
+            f"{type(parts.model).__name__}: its forward calls the blocks of {parts.block_names[-1].rpartition('.')[0]} in the order "
+            f"{', '.join(str(index - blocks.start) for index in found.order)}; a model is streamed whose blocks are called once each, in order"
         )
     for module in parts.trunks():
         if getattr(module, "layerdrop", 0.0):

@@ -40,7 +40,7 @@ class ModelParts:
 
     Attributes:
         decoder: module that contains the list of blocks.
-        blocks: the blocks, in the order in which the model calls them.
+        blocks: the blocks, those of towers before those of the decoder.
         block_names: full name of each of them.
         embed, head: input embedding and output projection; the head of a classifier is its `score`. PEFT may have wrapped them.
         tables: modules with an embedding table, of which the first is in unit ``embed``. There are several if PEFT trains a copy
@@ -54,6 +54,7 @@ class ModelParts:
         classifies: the head gives scores of labels, not logits of tokens.
         written: weights that a block's forward pass may write in training, by block.
         codecs: the codecs of quantized weights, by full name; all of blocks.
+        towers: the indices of the blocks of each tower, which encodes images, video or audio.
         in_float32: full names of the weights that transformers keeps in float32 though it opens the model in bfloat16. They are
             stored, computed with and updated in float32.
     """
@@ -74,6 +75,7 @@ class ModelParts:
     written: Mapping[int, frozenset[str]] = field(default_factory=dict)
     codecs: Mapping[str, Codec] = field(default_factory=dict)
     in_float32: frozenset[str] = frozenset()
+    towers: Sequence[range] = ()
 
     @property
     def model(self) -> Any:
@@ -108,6 +110,11 @@ class ModelParts:
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)
+
+    @property
+    def decoder_blocks(self) -> range:
+        """The indices of the decoder's blocks, which a pass computes for any batch."""
+        return range(self.towers[-1].stop if self.towers else 0, self.num_blocks)
 
     @property
     def vocabulary(self) -> int:
@@ -168,30 +175,34 @@ class ModelParts:
         """Full names of the adapters' parameters inside all blocks."""
         return frozenset(name for names in self.adapters.values() for name in names)
 
-    def first_differentiated(self) -> int:
-        """Return the first block through which gradients flow, or the number of blocks if they flow through none.
+    def trains(self, index: int) -> bool:
+        """Return whether weights or adapters of a block are trained."""
+        adapters = self.adapters.get(index)
+        of_adapters = [ref for ref in self.units[OUTER] if ref.name in adapters] if adapters else []
+        return any(ref.param.requires_grad for ref in (*self.units[block(index)], *of_adapters))
 
-        Outer parameters count as used before the blocks, except for the final norm and adapters inside blocks.
+    def first_differentiated(self) -> int:
+        """Return the first block through which gradients flow for rows of text, or the number of blocks if they flow through none.
+
+        Outer parameters count as used before the decoder's blocks, except for the final norm and adapters inside blocks.
         """
         after_blocks = {id(param) for param in self.final_norm.parameters()} if self.final_norm else set()
         block_of = {name: u for u, names in self.adapters.items() for name in names}
         outer = [ref for ref in (*self.units[EMBED], *self.units[OUTER]) if ref.param.requires_grad]
         if any(id(ref.param) not in after_blocks and ref.name not in block_of for ref in outer):
-            return 0
-        trained = [u for u in range(self.num_blocks) if any(ref.param.requires_grad for ref in self.units[block(u)])]
-        trained += [block_of[ref.name] for ref in outer if ref.name in block_of]
-        return min(trained, default=self.num_blocks)
+            return self.decoder_blocks.start
+        return next(filter(self.trains, self.decoder_blocks), self.num_blocks)
 
     def frozen_base(self) -> frozenset[Unit]:
-        """Return the units without trainable weights, if adapters are trained and no weight of a block is; empty otherwise."""
-        blocks = {block(u) for u in range(self.num_blocks)}
+        """Return the units without trainable weights, if adapters are trained and no weight of a decoder block is; empty otherwise."""
+        blocks = set(map(block, self.decoder_blocks))
         frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
         return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()
 
     def hidden_matrices(self) -> dict[str, MatrixShape]:
-        """Return the number, rows and columns of the trainable matrices of blocks, by full name.
+        """Return the number, rows and columns of the trainable matrices of decoder blocks, by full name.
 
         Weights that are kept in float32 are not among them: they are gates and decays, to whose single elements a model is sensitive.
         """
-        refs = [ref for u in range(self.num_blocks) for ref in self.units[block(u)] if ref.name not in self.in_float32]
+        refs = [ref for u in self.decoder_blocks for ref in self.units[block(u)] if ref.name not in self.in_float32]
         return {ref.name: ref.matrix for ref in refs if ref.matrix is not None and ref.param.requires_grad}

@@ -186,7 +186,7 @@ def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[
     left_out = _patterns(parts, _names_left_out(parts, quantization))
     targets = _patterns(parts, _names_of_targets(quantization))
     found: dict[str, Codec] = {}
-    for u in range(parts.num_blocks):
+    for u in parts.decoder_blocks:
         for ref in parts.units[block(u)]:
             module = ref.name.rpartition(".")[0]
             if _is_named(module, left_out) or (targets and not _is_named(module, targets)):

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.common.ranges import consecutive
 from horizon_lm.common.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.adapter_kinds import adapter_params, is_adapter_layer
 from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.parts import ModelParts, ParamRef
+from horizon_lm.model.towers import find_towers
 
 TRAINED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of weights that can be trained
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
@@ -27,7 +29,9 @@ def find_parts(model: Any) -> ModelParts:
     head, classifies = _find_head(name, model)
     prefix, block_list = _find_blocks(model, model.get_decoder())
     decoder = model.get_submodule(prefix.rpartition(".")[0])
-    blocks = {f"{prefix}.{index}": module for index, module in enumerate(block_list)}
+    towers = find_towers(model, block_list)
+    lists = [*towers.items(), (prefix, block_list)]
+    blocks = {f"{path}.{index}": module for path, modules in lists for index, module in enumerate(modules)}
     _reject_cross_layer_state(name, model)
     embed = model.get_input_embeddings()
     final_norm = next((m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _is_norm(m)), None)
@@ -47,7 +51,7 @@ def find_parts(model: Any) -> ModelParts:
     return ModelParts(
         _model=model, decoder=decoder, blocks=list(blocks.values()), block_names=list(blocks), embed=embed, tables=tables, head=head,
         final_norm=final_norm, units=units, tied=tied, classifies=classifies, adapters=adapters, is_adapted=bool(adapted),
-        in_float32=_find_in_float32(model, units, adapted),
+        in_float32=_find_in_float32(model, units, adapted), towers=[range(each.start, each.stop) for each in consecutive(map(len, towers.values()))],
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from horizon_lm.optim.update_tasks import (
     last_parts,
     span_pieces,
 )
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between
 
 
 class UnitUpdates:
@@ -91,7 +91,7 @@ class UnitUpdates:
         if present[EMBED]:
             table = self.of_table(step, TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
         updated = [unit for unit, pieces in moves.items() if pieces or unit in on_device]
-        return UpdatePass(build.update(self._engine.layout, updated, on_device), moves, table, on_device)
+        return UpdatePass(between.update(self._engine.layout, updated, on_device), moves, table, on_device)
 
     def of_slab(self, step: StepUpdate, slab: Slab, names: Iterable[str], grads: torch.Tensor) -> Sequence[Move]:
         """Return the update of these parameters of a slab, whose gradients will be in ``grads``."""

@@ -1,13 +1,17 @@
-"""Build the passes of a training step as lists of operations, in the order in which one thread issues them.
+"""Build the forward and backward pass of a training step as lists of operations, in the order in which one thread issues them.
 
 Weights are prefetched one unit ahead into a double buffer: they are copied while the previous block computes. Block
 ``u`` uses weight slot ``u % 2``, gradient slot ``u % 2`` and ring slot ``u % 2``; head, outer parameters and embedding
 rows have separate buffers. Experts may be moved in tiles (`tiles`).
+
+A model may have several lists of blocks: towers for images or audio before those of the decoder. A pass computes the lists that the
+model calls, so two blocks that follow each other may have the same slot; the second one is then copied after the first has computed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from horizon_lm.common.units import EMBED, HEAD, OUTER, Unit, block, tile
 from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Schedule, Stream
@@ -22,7 +26,7 @@ class Layout:
     """The properties of a model and its settings that determine the schedule.
 
     Attributes:
-        num_blocks: number of decoder blocks.
+        num_blocks: number of blocks, those of towers before those of the decoder.
         tied: the head reads the embedding table's slab.
         offloaded: number of first blocks whose boundary (activation checkpoint) is offloaded between the forward and
             backward pass.
@@ -65,7 +69,7 @@ class Layout:
         return Buffer(Buf.RESIDENT, index) if self.is_resident(index) else Buffer(Buf.WEIGHTS, index % 2)
 
 
-def _host_buffer(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
+def host_buffer(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
     """Return the host buffer of a unit; a tied head has that of the embedding, and a tile that of its block."""
     return Buffer(kind, EMBED if unit == HEAD and layout.tied else unit.owner)
 
@@ -73,7 +77,7 @@ def _host_buffer(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
 def _stream_in(unit: Unit, into: Buffer, layout: Layout) -> list[Op]:
     """Return the copy of a unit to the device and, with several ranks, its gathering there."""
     buffers = (into, *_packed_slot(unit, into, layout))
-    ops = [Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host_buffer(Buf.HOST_WEIGHTS, unit, layout),), buffers)]
+    ops = [Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (host_buffer(Buf.HOST_WEIGHTS, unit, layout),), buffers)]
     if layout.sharded:
         ops.append(Op(Kind.GATHER, unit, Stream.COLLECTIVE, buffers, buffers))
     return ops
@@ -88,22 +92,22 @@ def _packed_slot(unit: Unit, into: Buffer, layout: Layout) -> tuple[Buffer, ...]
     return (Buffer(Buf.PACKED, unit.block_index % 2),) if unit.is_block else ()
 
 
-def _landing_buffer(unit: Unit, layout: Layout) -> Buffer:
+def landing_buffer(unit: Unit, layout: Layout) -> Buffer:
     """Return the host buffer in which a unit's gradients land."""
     if not layout.update_in_backward or (layout.tied and unit in (EMBED, HEAD)):
-        return _host_buffer(Buf.HOST_GRADS, unit, layout)
+        return host_buffer(Buf.HOST_GRADS, unit, layout)
     return Buffer(Buf.HOST_LANDING, unit.owner.block_index % 2 if unit.owner.is_block else unit)
 
 
 def _land_and_update(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
     """Return the operations that sum a unit's gradients over several ranks, land them and, if it is updated at once, update the unit."""
-    host = _landing_buffer(unit, layout)
+    host = landing_buffer(unit, layout)
     # A landing is added to the gradients in the slab, so it also reads the slab.
     reads = (source, host) if host.kind == Buf.HOST_GRADS else (source,)
     ops = [Op(Kind.REDUCE, unit, Stream.COLLECTIVE, (source,), (source,))] if layout.sharded else []
     ops.append(Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (host,)))
     if _is_updated_at_once(unit, layout):
-        ops.append(_update(unit, layout))
+        ops.append(update_of(unit, layout))
     return ops
 
 
@@ -115,10 +119,10 @@ def _is_updated_at_once(unit: Unit, layout: Layout) -> bool:
     return layout.update_in_backward and not is_table and not unit.is_tile
 
 
-def _update(unit: Unit, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
+def update_of(unit: Unit, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
     """Return the update of a unit, which reads its gradients where they have landed."""
-    weights = _host_buffer(Buf.HOST_WEIGHTS, unit, layout)
-    return Op(kind, unit, stream, (_landing_buffer(unit, layout), weights), (weights,))
+    weights = host_buffer(Buf.HOST_WEIGHTS, unit, layout)
+    return Op(kind, unit, stream, (landing_buffer(unit, layout), weights), (weights,))
 
 
 def _compute(kind: Kind, unit: Unit, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...] = ()) -> Op:
@@ -129,8 +133,8 @@ def _compute(kind: Kind, unit: Unit, reads: tuple[Buffer, ...], writes: tuple[Bu
 def forward(
     layout: Layout,
     *,
+    order: Iterable[Unit] | None = None,
     keeps: Iterable[int] = (),
-    embed: bool = True,
     changed: bool = True,
     blocks_changed: bool | None = None,
     table_update: bool = False,
@@ -141,8 +145,9 @@ def forward(
 
     Args:
         layout: layout of the schedule.
+        order: the embedding and the blocks in the order in which the pass computes them; None for the embedding and all blocks. Without
+            the embedding, no rows of the table are read, because the caller passes ``inputs_embeds``.
         keeps: blocks whose boundary is kept for a backward pass (none in evaluation).
-        embed: the table is read (False if the caller passes ``inputs_embeds``).
         changed: weights have changed since the last forward pass, or are about to change. Only then are outer
             parameters streamed in; otherwise they are still on the device.
         blocks_changed: ``changed`` for the weights of resident blocks, which an update of adapters does not change; None for ``changed``.
@@ -154,17 +159,20 @@ def forward(
             experts of such a block without tiles are one tile, in the slot of the block, which must not be resident.
     """
     blocks_changed = changed if blocks_changed is None else blocks_changed
+    order = (EMBED, *map(block, range(layout.num_blocks))) if order is None else tuple(order)
     kept, parted = frozenset(keeps), frozenset(routed)
-    return _forward(layout, kept, embed, changed, blocks_changed, table_update, head_grads, parted)
+    return _forward(layout, order, kept, changed, blocks_changed, table_update, head_grads, parted)
 
 
 @lru_cache(_CACHED)
 def _forward(
-    layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, blocks_changed: bool, table_update: bool,
+    layout: Layout, order: tuple[Unit, ...], keeps: frozenset[int], changed: bool, blocks_changed: bool, table_update: bool,
     head_grads: bool, routed: frozenset[int]
 ) -> Schedule:  # fmt: skip
     """Build a pass from the arguments of `forward`. Each copy is listed one computation before the computation that needs it."""
-    ops = _before_blocks(layout, embed, changed, table_update)
+    ops = _outer(layout, changed)
+    if EMBED not in order and table_update:
+        ops.append(update_of(EMBED, layout))
     slots = TileSlots(layout.tiles)
 
     def slot_of(unit: Unit) -> Buffer:
@@ -179,67 +187,84 @@ def _forward(
         stays = unit.is_block and layout.is_resident(unit.block_index) and not blocks_changed
         return [] if stays else _stream_in(unit, slot_of(unit), layout)
 
-    tiles = {block(u): slots.of(u) or ([tile(u, 0)] if u in routed else []) for u in range(layout.num_blocks)}
-    copies = TileCopies({**tiles, HEAD: []}, load, routed=map(block, routed))
-    # After the embedding's rows: these are known only when the embedding is called, and copies are issued in order.
-    ops.extend(copies.core(0))
-    for u in range(layout.num_blocks):
+    blocks = [unit for unit in order if unit != EMBED]
+    tiles = {unit: slots.of(unit.block_index) or _tile_of_routed(unit, routed) for unit in blocks}
+    copies = TileCopies({**tiles, HEAD: []}, load, _behind_same_slot(blocks), routed=map(block, routed))
+    place = 0  # among the blocks
+    for owner in order:
+        if owner == EMBED:
+            # Before copies of later blocks: its rows are known only when the embedding is called, and copies are issued in order.
+            ops.extend(_embedding(layout, table_update))
+            continue
+        u = owner.block_index
         offload = layout.is_offloaded(u) and u in keeps
         ring = Buffer(Buf.RING, u % 2)
         writes = (ring,) if offload else ()
-        ops.extend(copies.ahead(u))
-        if tiles[block(u)]:
-            ops.append(_compute(Kind.ROUTE, block(u), (layout.weights(u),), writes))
-            copies.note_routed(block(u))  # now it is known which of a tile's experts are copied
-            ops.extend(copies.ahead(u))
-        for unit in tiles[block(u)]:
+        ops.extend(copies.core(place))  # of the first block, or of one that could not be prefetched
+        ops.extend(copies.ahead(place))
+        if tiles[owner]:
+            ops.append(_compute(Kind.ROUTE, owner, (layout.weights(u),), writes))
+            copies.note_routed(owner)  # now it is known which of a tile's experts are copied
+            ops.extend(copies.ahead(place))
+        for unit in tiles[owner]:
             ops.append(_compute(Kind.FORWARD, unit, (slot_of(unit),)))
             copies.note_computed()  # a slot is free again
-            ops.extend(copies.ahead(u))
-        ops.extend(copies.core(u + 1))  # prefetch, of the head in the end: issued before this block computes
-        ops.append(_compute(Kind.FORWARD, block(u), (layout.weights(u),), writes))
+            ops.extend(copies.ahead(place))
+        ops.extend(copies.prefetch(place + 1))  # of the head in the end: issued before this block computes
+        ops.append(_compute(Kind.FORWARD, owner, (layout.weights(u),), writes))
         if offload:
-            ops.append(Op(Kind.OFFLOAD, block(u), Stream.COPY_OUT, (ring,), (Buffer(Buf.HOST_BOUNDARY, u),)))
+            ops.append(Op(Kind.OFFLOAD, owner, Stream.COPY_OUT, (ring,), (Buffer(Buf.HOST_BOUNDARY, u),)))
+        place += 1
     grads = (Buffer(Buf.HEAD_GRADS),) if head_grads else ()
     ops.append(_compute(Kind.FORWARD, HEAD, (Buffer(Buf.HEAD),), grads))
     return Schedule("forward", derive_waits(ops), keeps)
 
 
-def _before_blocks(layout: Layout, embed: bool, changed: bool, table_update: bool) -> list[Op]:
-    """Return the operations of outer parameters and embedding, from the arguments of `forward`."""
+def _tile_of_routed(unit: Unit, routed: frozenset[int]) -> list[Unit]:
+    """Return the one tile of a block that is not cut but routed; none for another block."""
+    return [tile(unit.block_index, 0)] if unit.block_index in routed else []
+
+
+def _behind_same_slot(blocks: Sequence[Unit]) -> frozenset[int]:
+    """Return the places of the blocks that use the slots of the block before them, as between two lists of blocks."""
+    pairs = pairwise(blocks)
+    return frozenset(place for place, (a, b) in enumerate(pairs, 1) if (a.block_index - b.block_index) % 2 == 0)
+
+
+def _outer(layout: Layout, changed: bool) -> list[Op]:
+    """Return the operations of outer parameters in a forward pass."""
+    ops = _stream_in(OUTER, Buffer(Buf.OUTER), layout) if changed else []
+    return [*ops, _compute(Kind.FORWARD, OUTER, ())]
+
+
+def _embedding(layout: Layout, table_update: bool) -> list[Op]:
+    """Return the operations of the embedding in a forward pass."""
     ops: list[Op] = []
-    if changed:
-        ops.extend(_stream_in(OUTER, Buffer(Buf.OUTER), layout))
-    ops.append(_compute(Kind.FORWARD, OUTER, ()))
-    if embed:
-        if table_update:
-            # Host threads run it, but in the order of this stream: the copy after it reads these rows.
-            ops.append(_update(EMBED, layout, Kind.UPDATE_ROWS, Stream.COPY_IN))
-        ops.extend(_stream_in(EMBED, Buffer(Buf.TABLE_ROWS), layout))
     if table_update:
-        ops.append(_update(EMBED, layout))
-    if embed:
-        ops.append(_compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),)))
-    return ops
+        # Host threads run it, but in the order of this stream: the copy after it reads these rows.
+        ops.append(update_of(EMBED, layout, Kind.UPDATE_ROWS, Stream.COPY_IN))
+    ops.extend(_stream_in(EMBED, Buffer(Buf.TABLE_ROWS), layout))
+    if table_update:
+        ops.append(update_of(EMBED, layout))
+    return [*ops, _compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),))]
 
 
-def backward(layout: Layout, *, blocks: Iterable[int], trainable: Iterable[Unit], head_grads: bool = False) -> Schedule:
-    """Return a backward pass over the blocks that the forward pass kept.
+def backward(layout: Layout, *, order: Iterable[Unit], trainable: Iterable[Unit], head_grads: bool = False) -> Schedule:
+    """Return a backward pass.
 
     Args:
         layout: layout of the schedule.
-        blocks: blocks whose boundary the forward pass kept, in any order.
+        order: the embedding and the blocks to differentiate, whose boundaries the forward pass kept, in the order in which it computed them.
         trainable: units with at least one trainable parameter; other units only propagate gradients.
         head_grads: the head's gradients were computed in the forward pass and only need to be scaled; otherwise the head is streamed
             in again.
     """
-    return _backward(layout, frozenset(blocks), frozenset(trainable), head_grads)
+    return _backward(layout, tuple(order), frozenset(trainable), head_grads)
 
 
 @lru_cache(_CACHED)
-def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[Unit], head_grads: bool) -> Schedule:
-    """Build a pass from the arguments of `backward`: head, blocks from the last to the first, embedding, outer parameters."""
-    order = sorted(blocks, reverse=True)
+def _backward(layout: Layout, order: tuple[Unit, ...], trainable: frozenset[Unit], head_grads: bool) -> Schedule:
+    """Build a pass from the arguments of `backward`: head, embedding and blocks from the last to the first, outer parameters."""
     ops = _head_backward(layout, HEAD in trainable, head_grads)
     slots = TileSlots(layout.tiles)
 
@@ -257,37 +282,45 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[Unit]
 
     # All blocks write the gradients of their adapters, which are outer parameters, into one buffer.
     adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
-    tiles = {block(u): slots.of(u)[::-1] for u in order}
-    copies = TileCopies(tiles, load)
-    ops.extend(copies.core(0))
-    for place, u in enumerate(order):
-        is_trained = block(u) in trainable
+    blocks = [unit for unit in reversed(order) if unit != EMBED]
+    tiles = {unit: slots.of(unit.block_index)[::-1] for unit in blocks}
+    copies = TileCopies(tiles, load, _behind_same_slot(blocks))
+    place = 0  # among the blocks
+    for owner in reversed(order):
+        if owner == EMBED:
+            ops.extend(_backward_outside(EMBED, Buffer(Buf.TABLE_ROW_GRADS), trainable, layout))
+            continue
+        u, is_trained = owner.block_index, owner in trainable
         boundary = (Buffer(Buf.RING, u % 2),) if layout.is_offloaded(u) else ()
         inputs = (layout.weights(u), *boundary)
+        ops.extend(copies.core(place))
         ops.extend(copies.ahead(place))
-        if tiles[block(u)]:
-            ops.append(_compute(Kind.RECOMPUTE, block(u), inputs))
-        for unit in tiles[block(u)]:
+        if tiles[owner]:
+            ops.append(_compute(Kind.RECOMPUTE, owner, inputs))
+        for unit in tiles[owner]:
             slot = slots.grads(unit)
             writes = (slot, *adapters) if is_trained else adapters
             ops.append(_compute(Kind.BACKWARD, unit, (slots.weights(unit),), writes))
             ops.extend(_land_and_update(unit, slot, layout) if is_trained else [])
             copies.note_computed()  # a slot is free again
             ops.extend(copies.ahead(place))
-        ops.extend(copies.core(place + 1))  # prefetch, as in the forward pass
+        ops.extend(copies.prefetch(place + 1))  # as in the forward pass
         if is_trained:
             ops.extend(_trained_backward(u, inputs, adapters, layout))
         else:
-            ops.append(_compute(Kind.BACKWARD, block(u), inputs, adapters))
-
-    # Last: the table's gradient follows from the first block's, and outer parameters are used throughout the model.
-    for unit, grads in ((EMBED, Buffer(Buf.TABLE_ROW_GRADS)), (OUTER, Buffer(Buf.OUTER_GRADS))):
-        if unit in trainable:
-            ops.append(_compute(Kind.BACKWARD, unit, (), (grads,)))
-            ops.extend(_land_and_update(unit, grads, layout))
-
+            ops.append(_compute(Kind.BACKWARD, owner, inputs, adapters))
+        place += 1
+    # Last: outer parameters are used throughout the model.
+    ops.extend(_backward_outside(OUTER, Buffer(Buf.OUTER_GRADS), trainable, layout))
     # A loss may depend on hidden states below the head alone, and embedding and outer parameters may get no gradient.
     return Schedule("backward", derive_waits(ops), begins_anywhere=True, optional=frozenset({EMBED, OUTER}))
+
+
+def _backward_outside(unit: Unit, grads: Buffer, trainable: frozenset[Unit], layout: Layout) -> list[Op]:
+    """Return the part of a backward pass of the embedding or the outer parameters, whose gradients lie in a buffer; none if not trained."""
+    if unit not in trainable:
+        return []
+    return [_compute(Kind.BACKWARD, unit, (), (grads,)), *_land_and_update(unit, grads, layout)]
 
 
 def _head_backward(layout: Layout, is_trained: bool, head_grads: bool) -> list[Op]:
@@ -313,86 +346,3 @@ def _trained_backward(u: int, inputs: tuple[Buffer, ...], adapters: tuple[Buffer
             _compute(Kind.STAGE, block(u), (accumulator,), (slot,)),
         ]
     return [*computed, *_land_and_update(block(u), slot, layout)]
-
-
-def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit] = ()) -> Schedule:
-    """Return the optimizer's pass over these units in this order, which is that of the next forward pass.
-
-    Args:
-        layout: layout of the schedule.
-        units: units to update.
-        orthogonalized: blocks among these units whose update is orthogonalized on the device.
-    """
-    return _update_pass(layout, tuple(units), frozenset(orthogonalized))
-
-
-@lru_cache(_CACHED)
-def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozenset[Unit]) -> Schedule:
-    """Build a pass from the arguments of `update`. A block's matrices are streamed while the previous block's are orthogonalized."""
-    ops: list[Op] = []
-    not_streamed = [unit for unit in reversed(units) if unit in orthogonalized]  # reversed: `pop` takes the last
-
-    def stream_next() -> None:
-        if not_streamed:
-            ops.extend(_stream_matrices(not_streamed.pop(), layout))
-
-    if not layout.accumulates:  # two slots: the loop prefetches the next unit, so the first one is streamed here
-        stream_next()
-    for unit in units:
-        if unit in orthogonalized:
-            stream_next()  # with a single slot, this unit itself
-            slot, host = _slot_of_matrices(unit, layout), _landing_buffer(unit, layout)
-            ops.append(Op(Kind.ORTHOGONALIZE, unit, Stream.COMPUTE, (slot,), (slot,)))
-            ops.append(Op(Kind.RETURN_MATRICES, unit, Stream.COPY_OUT, (slot,), (host,)))
-        ops.append(_update(unit, layout))
-    return Schedule("update", derive_waits(ops))
-
-
-def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
-    """Return the device buffer in which a block's update is orthogonalized: that of its gradients, which have landed."""
-    return Buffer(Buf.ROUNDED) if layout.accumulates else Buffer(Buf.GRADS, unit.block_index % 2)
-
-
-def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:
-    """Return the first part of a block's update, which leaves matrices in the gradients' slab, and their copy to the device."""
-    slot, landed = _slot_of_matrices(unit, layout), _landing_buffer(unit, layout)
-    weights = _host_buffer(Buf.HOST_WEIGHTS, unit, layout)
-    ops = [
-        Op(Kind.ADVANCE, unit, Stream.HOST, (landed, weights), (landed, weights)),
-        Op(Kind.STREAM_MATRICES, unit, Stream.COPY_IN, (landed,), (slot,)),
-    ]
-    if layout.sharded:
-        ops.append(Op(Kind.GATHER_MATRICES, unit, Stream.COLLECTIVE, (slot,), (slot,)))
-    return ops
-
-
-def save(layout: Layout, units: Iterable[Unit]) -> Schedule:
-    """Return the pass that writes a checkpoint, after an update and before the next step.
-
-    The update of a unit in the next step waits until the unit is saved, so units are saved in the order of these updates.
-
-    Args:
-        layout: layout of the schedule.
-        units: units to save, in any order; without the embedding if its update is left to the next forward pass, see
-            `save_table`.
-    """
-    return _save_pass(layout, frozenset(units))
-
-
-@lru_cache(_CACHED)
-def _save_pass(layout: Layout, units: frozenset[Unit]) -> Schedule:
-    """Build the pass of these units, in the order in which the next updates change them."""
-    blocks = [block(u) for u in range(layout.num_blocks)]
-    # Rows of the table are updated by the forward pass that follows the next updates.
-    order = [HEAD, *reversed(blocks), OUTER, EMBED] if layout.update_in_backward else [OUTER, *blocks, HEAD, EMBED]
-    return Schedule("save", derive_waits([_save(unit, layout) for unit in order if unit in units]))
-
-
-@lru_cache(_CACHED)
-def save_table(layout: Layout) -> Schedule:
-    """Return the pass that adds the embedding to a checkpoint, after the forward pass that has updated it."""
-    return Schedule("save", derive_waits([_save(EMBED, layout)]))
-
-
-def _save(unit: Unit, layout: Layout) -> Op:
-    return Op(Kind.SAVE, unit, Stream.DISK, (_host_buffer(Buf.HOST_WEIGHTS, unit, layout),))

@@ -11,7 +11,7 @@ In a forward pass of few tokens, which are routed to few experts, tiles are copi
 cut are one tile, too, in the slot of the block.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from horizon_lm.common.units import Unit, tile
@@ -51,13 +51,18 @@ class TileCopies:
     Args:
         tiles: the units in the order of the pass, and the tiles of each in that order; none for most units.
         load: function that returns the operations that copy a tile, or a unit without its tiles.
+        behind: places of units that use the slot of the unit before them, and are copied once that has computed.
         routed: blocks whose tiles may be copied only after the block has routed its tokens (`note_routed`).
     """
 
     def __init__(
-        self, tiles: Mapping[Unit, Sequence[Unit]], load: Callable[[Unit], list[Op]], routed: Iterable[Unit] = ()
+        self,
+        tiles: Mapping[Unit, Sequence[Unit]],
+        load: Callable[[Unit], list[Op]],
+        behind: Collection[int] = (),
+        routed: Iterable[Unit] = (),
     ) -> None:
-        self._load, self._not_routed = load, set(routed)
+        self._load, self._behind, self._not_routed = load, behind, set(routed)
         self._cores = list(tiles)
         self._place_of = {unit: place for place, unit in enumerate(self._cores)}
         self._tiles_left = [each for some in tiles.values() for each in some]  # tiles whose copy is not listed
@@ -72,6 +77,10 @@ class TileCopies:
         self._cores_listed = place + 1
         return self._load(self._cores[place])
 
+    def prefetch(self, place: int) -> list[Op]:
+        """Return the copy of the core at a place of the pass while the one before it has not computed; nothing if it needs that one's slot."""
+        return [] if place in self._behind else self.core(place)
+
     def ahead(self, place: int) -> list[Op]:
         """Return the copies of the next tiles as far as slots are free, each after the copy of its block's core, and note them as listed.
         Tiles more than one block ahead of this place are left for later.
@@ -82,8 +91,10 @@ class TileCopies:
             place_of_block = self._place_of[unit.owner]
             if place_of_block > place + 1:
                 break
+            if place_of_block > place and place_of_block in self._behind:
+                break
             if unit.owner in self._not_routed:  # until it is routed, the next core may use the link
-                ops += self.core(place + 1)
+                ops += self.prefetch(place + 1)
                 break
             # `core` returns nothing for a core that is listed already.
             ops += [*self.core(place_of_block), *self._load(unit)]

@@ -109,7 +109,7 @@ class GenerationMemory:
     def _buffer_bytes(self, generation: Generation, resident: int) -> int:
         """Return the bytes of the engine's buffers in a call with so many resident blocks. Buffers that are larger already stay so."""
         engine, prompt_tokens = self._engine, generation.rows * generation.prompt
-        settings = replace(buffer_settings(engine, prompt_tokens, offloaded=0), resident=resident)
+        settings = replace(buffer_settings(engine, prompt_tokens, offloaded=()), resident=resident)
         planned = buffer_bytes(engine.tiles, BufferTable(engine.tiles, settings.options), settings)
         # No backward pass follows, so no gradients.
         needed = {kind: num_bytes for kind, num_bytes in planned.items() if "grad" not in kind}

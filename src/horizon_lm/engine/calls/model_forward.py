@@ -74,7 +74,7 @@ class ModelForward:
         # Weakly, because units hold it and this object holds the units.
         call_model = weakly(self._call_model)
         self.blocks = Blocks(engine, call_model)
-        self._tables = [StreamedEmbedding(engine, module) for module in parts.tables]
+        self._tables = [StreamedEmbedding(engine, module, self.blocks) for module in parts.tables]
         self._head, self._dropout, self._merging = LmHead(engine), OuterDropout(engine), MergingLayers(engine)
         self._runner = PassRunner(
             engine, self.blocks, self._tables, self._head,

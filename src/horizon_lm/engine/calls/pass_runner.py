@@ -4,16 +4,17 @@ Shapes: B batch rows, T tokens of a row.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from horizon_lm.engine.calls.calls import Call, choose_cache, prepare_batch, require_supported
+from horizon_lm.engine.calls.calls import Call, choose_cache, modal_inputs, prepare_batch, require_supported
+from horizon_lm.engine.calls.pass_orders import PassOrders
 from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.forward_pass import Batch, ForwardRequest
+from horizon_lm.engine.passes.forward_pass import Batch, ForwardRequest, PassOrder
 from horizon_lm.engine.passes.lockstep import keep_graph_together, run_together
 from horizon_lm.engine.passes.micro_batches import split_batches
 from horizon_lm.engine.passes.residency_planner import Rehearsal, ResidencyPlanner
@@ -48,7 +49,7 @@ class PassRunner:
         call_model: Callable[..., Any], model_name: str, takes_images: bool,
     ) -> None:  # fmt: skip
         self._engine, self._blocks, self._tables, self._head = engine, blocks, tables, head
-        self._outer = OuterParameters(engine)
+        self._outer, self._orders = OuterParameters(engine), PassOrders(engine, call_model)
         self._call_model, self._model_name, self._takes_images = call_model, model_name, takes_images
         self.planner = ResidencyPlanner(engine)
 
@@ -72,15 +73,18 @@ class PassRunner:
             require_supported(batch, most_rows, self._model_name, self._takes_images)
         size = self._size_of(batches)
         # Before the pass, not within it: what is planned for a batch already holds in its own step.
+        # The code around the blocks is tried only in a model with towers.
+        with self._stand_ins() if engine.parts.towers else nullcontext():
+            order = self._orders.of(batches, recording, inputs_need_grad)
         if recording and self.planner.is_needed(size):
             # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
             with engine.device.rng_state_restored():
-                self._plan(batches, size)
+                self._plan(batches, size, order)
         caching = any(batch.call.get("use_cache") or cache_of(batch.call) is not None for batch in batches)
         request = ForwardRequest(
             batches,
             recording,
-            inputs_need_grad=inputs_need_grad,
+            order,
             # The head has one buffer for gradients, which a pass that awaits its backward pass may be using.
             may_have_head_grads=may_have_head_grads and recording and engine.between.head_grads_lease.holder is None,
             draws=engine.parts.model.training,
@@ -109,6 +113,7 @@ class PassRunner:
             length=max(batch.length for batch in batches),
             tokens_at_once=max(map(self._tokens_at_once, batches)),
             is_masked=any(batch.call.get("attention_mask") is not None for batch in batches),
+            modal=sum(batch.call[name].numel() for batch in batches for name in modal_inputs(batch.call)),
         )
 
     def _tokens_at_once(self, batch: Batch) -> int:
@@ -143,12 +148,12 @@ class PassRunner:
             for module, name, own_dtype, read in places
         )
 
-    def _plan(self, batches: list[Batch], size: BatchSize) -> None:
+    def _plan(self, batches: list[Batch], size: BatchSize, order: PassOrder) -> None:
         """Plan what stays on the device. A rehearsal with the largest batch measures one block of each structure."""
         engine = self._engine
-        largest = max(batches, key=self._tokens_at_once)
+        largest = max(batches, key=lambda batch: (bool(modal_inputs(batch.call)), self._tokens_at_once(batch)))
         num_micro_batches = len(split_batches([batch.rows for batch in batches], engine.options))
-        request = ForwardRequest([largest], recording=False)
+        request = ForwardRequest([largest], recording=False, order=self._orders.of_text(largest))
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
         rehearsal = Rehearsal(engine, self._blocks.blocks, self._blocks.row_dims.of)
         answers = answers_of(engine.parts.blocks, rehearsal.answer)
@@ -161,7 +166,8 @@ class PassRunner:
                 self._stand_ins(),
             ):
                 self._call_model(**largest.call)
-            self.planner.adopt(rehearsal.plan(size.tokens, num_micro_batches), size)
+            plan = rehearsal.plan(order, size, self._size_of([largest]), num_micro_batches)
+            self.planner.adopt(plan, size)
 
 
 def _needs_grad(tensor: torch.Tensor | None) -> bool:

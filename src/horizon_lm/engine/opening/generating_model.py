@@ -45,6 +45,10 @@ class GeneratingModel(StreamedModel):
         if sequences_and_cache is not None:  # otherwise the bytes of the cache are not known
             self._horizon.generation.reserve(*sequences_and_cache)
 
+    def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Leave images to the pass that computes the prompt; transformers computes them before it, where no weights are on the device."""
+        return model_kwargs
+
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
         """Return whether the answers of any rank are not finished: all ranks compute each pass together."""
         return any(self._horizon.engine.mesh.exchange("the next token of answers", not this_peer_finished))

@@ -49,10 +49,24 @@ class BackwardPass:
         trainable = [unit for unit in units if self.trained.get(engine.slab_unit(unit))]
         self._free_head_grads()
         schedule = build.backward(
-            engine.layout, blocks=state.keeps, trainable=trainable, head_grads=state.has_head_grads
+            engine.layout, order=self._differentiated(), trainable=trainable, head_grads=state.has_head_grads
         )
         engine.mesh.require_same("the start of a pass", schedule.digest)
         engine.cursor.start(schedule, UnitMoves(engine, state))
+
+    def _differentiated(self) -> list[Unit]:
+        """Return the embedding and the blocks that the pass differentiates, on any rank, in the order of the forward pass."""
+        engine, executed = self._engine, self.state.executed()
+        if engine.mesh.size == 1 or not engine.parts.towers:
+            return executed
+        # A rank without images executes the nodes of all absent blocks; what another rank does not differentiate, it leaves out.
+        own = [str(unit) for unit in executed if unit.is_block and unit.block_index not in self.state.absent]
+        everywhere = {name for names in engine.mesh.exchange("the blocks of a backward pass", own) for name in names}
+        return [unit for unit in self.state.order if unit == EMBED or str(unit) in everywhere]
+
+    def visits(self, unit: Unit) -> bool:
+        """Return whether the pass differentiates a block."""
+        return self._engine.cursor.has(Kind.BACKWARD, unit)
 
     def _free_head_grads(self) -> None:
         """Free the head's gradient buffer for this pass.

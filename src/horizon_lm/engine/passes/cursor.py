@@ -77,6 +77,10 @@ class Cursor:
         self._position = index + 1
         self._issue_copies()
 
+    def has(self, kind: Kind, unit: Unit) -> bool:
+        """Return whether the running pass has an operation."""
+        return self.schedule is not None and (kind, unit) in self.schedule.positions
+
     def is_past(self, kind: Kind, unit: Unit) -> bool:
         """Return whether the running pass is beyond a computation; False if it does not have that computation."""
         schedule = self.schedule

@@ -47,7 +47,7 @@ class EngineState:
         self.cursor = Cursor(device)
         self.tiles = ExpertTiles(parts, store, options.expert_tile)
         self.memory = DeviceBuffers(store, device, options, self.tiles)
-        self.boundaries, self.between = BoundaryPool(device), BetweenPasses()
+        self.boundaries, self.between = BoundaryPool(device, [*parts.towers, parts.decoder_blocks]), BetweenPasses()
         self.grads = HostGrads(self.refs, store, device)
         self.updates = PendingUpdates(device)
         self.saves = Saves(self.cursor, self.updates, device)

@@ -2,14 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from horizon_lm.common.units import HEAD, Unit, block
+from horizon_lm.common.units import EMBED, HEAD, Unit, block
 from horizon_lm.engine.passes.engine_state import EngineState
-from horizon_lm.engine.passes.forward_state import ForwardState
-from horizon_lm.engine.passes.micro_batches import MicroBatch, MicroBatchRandomness, RowOutputs, split_batches
+from horizon_lm.engine.passes.forward_state import ForwardState, anchor_after
+from horizon_lm.engine.passes.micro_batches import (
+    BatchParts,
+    MicroBatch,
+    MicroBatchRandomness,
+    RowOutputs,
+    split_batches,
+)
 from horizon_lm.engine.passes.trained_parameters import allocate_grads
 from horizon_lm.engine.passes.unit_moves import UnitMoves
 from horizon_lm.errors import StreamingError
@@ -46,13 +53,28 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class PassOrder:
+    """The units that a pass computes between the outer parameters and the head.
+
+    Attributes:
+        units: the embedding, unless the caller passes ``inputs_embeds``, and the blocks, in the order in which they are computed.
+        differentiated: blocks that gradients flow through if a backward pass follows.
+        absent: blocks that only other ranks have inputs for. This rank takes part in moving their weights and gradients.
+    """
+
+    units: tuple[Unit, ...]
+    differentiated: frozenset[int]
+    absent: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardRequest:
     """The properties of a call that determine its forward pass.
 
     Attributes:
         batches: what the pass computes.
         recording: a backward pass may follow.
-        inputs_need_grad: the input of the first block needs a gradient.
+        order: the units that it computes.
         may_have_head_grads: the head's gradients may be computed in the forward pass.
         draws: the pass may advance the global random generators.
         caching: there is a cache of keys and values, which holds all rows together: blocks compute whole batches, uncompiled.
@@ -61,7 +83,7 @@ class ForwardRequest:
 
     batches: Sequence[Batch]
     recording: bool
-    inputs_need_grad: bool = False
+    order: PassOrder
     may_have_head_grads: bool = False
     draws: bool = False
     caching: bool = False
@@ -76,6 +98,7 @@ class ForwardPass:
         trained: full names of the parameters that require a gradient, by unit.
         batches: what the pass computes; most passes have one batch.
         num_rows: rows of each batch (B).
+        order: the units that the pass computes.
         embeds: the pass streams rows of the embedding; False if the caller passes ``inputs_embeds``.
         caching: there is a cache of keys and values.
         micro_batches: the parts of the batches that blocks compute at once.
@@ -89,7 +112,9 @@ class ForwardPass:
         self._engine, self._request = engine, request
         self.batches, self.caching = request.batches, request.caching
         self.num_rows = [batch.rows for batch in request.batches]
-        self.embeds = request.batches[0].call.get("inputs_embeds") is None
+        self.order = request.order
+        self.embeds = EMBED in request.order.units
+        self._absent = [u for u in request.order.units if u.is_block and u.block_index in request.order.absent]
         self.state: ForwardState | None = None
         self.trained: dict[Unit, list[str]] = {}
         self.micro_batches: list[MicroBatch] = []
@@ -105,7 +130,7 @@ class ForwardPass:
             DisagreementError: the ranks are about to run different passes.
         """
         engine, request = self._engine, self._request
-        keeps = _kept_blocks(engine, request.inputs_need_grad) if request.recording else frozenset()
+        keeps = request.order.differentiated if request.recording else frozenset()
         # Read once: the nodes and the backward pass follow the parameters that are trained now, and none may be frozen in between.
         self.trained = engine.trainable()
         if request.recording:
@@ -130,14 +155,53 @@ class ForwardPass:
         engine, between, request = self._engine, self._engine.between, self._request
         return build.forward(
             engine.layout,
+            order=request.order.units,
             keeps=keeps,
-            embed=self.embeds,
             changed=between.outer_version != engine.store.version,
-            blocks_changed=between.resident_version != engine.store.block_version,
+            blocks_changed=any(
+                between.resident_versions.get(u) != engine.store.block_version for u in self._resident_blocks()
+            ),
             table_update=engine.updates.table is not None,
             head_grads=request.may_have_head_grads and bool(self.trained[engine.slab_unit(HEAD)]),
             routed=self.routed,
         )
+
+    def _resident_blocks(self) -> list[int]:
+        """Return the blocks of the pass whose weights are resident."""
+        first = self._engine.parts.num_blocks - self._engine.residency.weights
+        return [unit.block_index for unit in self.order.units if unit.is_block and unit.block_index >= first]
+
+    def place(self, unit: Unit) -> int:
+        """Return the place of a unit in the order of the pass."""
+        return self._places[unit]
+
+    @cached_property
+    def _places(self) -> dict[Unit, int]:
+        """The place of each unit in the order of the pass."""
+        return {unit: place for place, unit in enumerate(self.order.units)}
+
+    def cut(self, index: int, batches: Sequence[int]) -> BatchParts:
+        """Return the micro-batches in which a block computes these batches. A tower computes each batch at once."""
+        rows = [self.num_rows[batch] for batch in batches]
+        if index in self._engine.parts.decoder_blocks:
+            segments = [batch.segments for batch in self.batches]
+            return BatchParts(rows, self.micro_batches, range(len(self.micro_batches)), segments)
+        of_batches = [part.batch for part in self.micro_batches]
+        parts = [MicroBatch(number, 0, count, True) for number, count in enumerate(rows)]
+        return BatchParts(rows, parts, [of_batches.index(batch) for batch in batches], [None] * len(rows))
+
+    def absent_before(self, unit: Unit) -> list[int]:
+        """Return the absent blocks that come before a unit, once."""
+        passed = [each for each in self._absent if self.place(each) < self.place(unit)]
+        self._absent = self._absent[len(passed) :]
+        return [each.block_index for each in passed]
+
+    def note_outputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the nodes that follow a unit with these outputs be differentiated before it. Nodes of a single batch are so anyway, because
+        autograd visits nodes of one thread in the reverse of their order.
+        """
+        if len(self.batches) > 1 and self.anchor is not None:
+            self.anchor = anchor_after(self.anchor, tensors)
 
     def end(self) -> None:
         """End the pass, whose units are computed."""
@@ -147,7 +211,8 @@ class ForwardPass:
         engine.cursor.finish()
         self.randomness.finish()
         # Only now, because a pass that fails may not have streamed them in.
-        between.outer_version, between.resident_version = engine.store.version, engine.store.block_version
+        between.outer_version = engine.store.version
+        between.resident_versions |= dict.fromkeys(self._resident_blocks(), engine.store.block_version)
         # All of the embedding's update was issued in this pass, so its part of a checkpoint can follow.
         engine.updates.table = None
         engine.saves.issue_table()
@@ -158,7 +223,8 @@ class ForwardPass:
         # At the first pass that records, when it is known which parameters are trained.
         allocate_grads(engine)
         anchor = between.anchor_of([engine.refs[name].param for names in self.trained.values() for name in names])
-        state = ForwardState(engine.store.version, keeps, self.trained, config_of(engine), anchor)
+        state = ForwardState(engine.store.version, self.order.units, keeps, self.trained, config_of(engine), anchor)
+        state.absent = self.order.absent
         # Held weakly, so that the state and its buffers are freed with a loss that is dropped without a backward pass.
         between.recorded.add(state)
         state.has_head_grads = has_head_grads
@@ -173,13 +239,15 @@ class ForwardPass:
         return state
 
     def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
-        """Drain if this pass is recorded and has another structure (kept blocks, residency, trained parameters) than the last recorded one,
-        which rarely happens.
+        """Drain if this pass is recorded and has another structure (kept blocks of the decoder, residency, trained parameters) than the last
+        recorded one, which rarely happens.
 
-        The waits across passes are proven to suffice for recorded passes of one structure, with any unrecorded passes in between.
+        The waits across passes are proven to suffice for recorded passes of one structure, with any unrecorded passes in between, whichever
+        towers they compute.
         """
         engine = self._engine
-        structure = (keeps, engine.residency, [name for names in self.trained.values() for name in names])
+        kept = keeps.intersection(engine.parts.decoder_blocks)
+        structure = (kept, engine.residency, [name for names in self.trained.values() for name in names])
         if self._request.recording and structure != engine.between.structure:
             engine.drain()
             engine.between.structure = structure
@@ -212,13 +280,6 @@ def config_of(engine: EngineState) -> Any:
     # A classifier sets this in its first forward pass with labels; no block reads it.
     config.pop("problem_type", None)
     return comparable(config)
-
-
-def _kept_blocks(engine: EngineState, inputs_need_grad: bool) -> frozenset[int]:
-    """Return the blocks that a gradient passes through, starting with the first trainable unit."""
-    with torch._C.DisableTorchFunctionSubclass():
-        first = 0 if inputs_need_grad else engine.parts.first_differentiated()
-    return frozenset(range(first, engine.parts.num_blocks))
 
 
 def _require_same_pass(engine: EngineState, schedule: Schedule, num_micro_batches: int) -> tuple[int, int | None]:

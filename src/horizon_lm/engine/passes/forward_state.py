@@ -4,12 +4,13 @@ A boundary is the input of a block, kept from the forward pass to the backward p
 """
 
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from horizon_lm.common.units import Unit
+from horizon_lm.common.units import EMBED, Unit
 from horizon_lm.device.base import Device, Task
 from horizon_lm.errors import StreamingError
 
@@ -53,18 +54,47 @@ class _Anchor(torch.autograd.Function):
         return (None,) * ctx.num_inputs
 
 
+class _Order(torch.autograd.Function):
+    """The autograd node of an anchor that comes after other tensors, which get no gradient from it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.num_inputs = 1 + len(tensors)
+        ctx.set_materialize_grads(False)
+        return anchor.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
+        return (None,) * ctx.num_inputs
+
+
+def anchor_after(anchor: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return an anchor whose nodes autograd runs before the nodes that have made these tensors."""
+    result: torch.Tensor = _Order.apply(anchor, *(each for each in tensors if each.grad_fn is not None))
+    return result
+
+
+def is_executed(node: "weakref.ref[Any]") -> bool:
+    """Return whether the backward pass which runs now executes an autograd node, or has executed it; False for a node that is gone."""
+    alive = node()
+    return alive is not None and torch._C._will_engine_execute_node(alive)
+
+
 class ForwardState:
     """The state of a recorded forward pass. Autograd's nodes refer to it; its buffers are freed with the last node.
 
     Attributes:
         version: version of the weights used in the forward pass.
+        order: the embedding and the blocks in the order in which they are computed.
         keeps: blocks whose boundary is kept.
+        absent: blocks that only other ranks have inputs for.
         trained: full names of the parameters that were trained, by unit.
         config: the model's config, as comparable values.
         anchor: the input shared by all autograd nodes of the forward pass.
         graphs: blocks whose autograd graph is kept on the device, so that they are not recomputed.
         boundaries: buffers in host memory, by block; a boundary takes the first bytes of its buffer.
         boundary_bytes: bytes of each boundary.
+        nodes: autograd nodes of blocks on whose output a loss may not depend. They refer to this object, so it refers to them weakly.
         offloads: the copies of boundaries to host memory, by block.
         has_head_grads: the head's gradients were computed in this forward pass and are in the head's buffer.
         consumed: the backward pass has run, or a fault or other options made it impossible.
@@ -72,23 +102,35 @@ class ForwardState:
     """
 
     def __init__(
-        self, version: int, keeps: frozenset[int], trained: dict[Unit, list[str]], config: Any, anchor: Anchor
-    ) -> None:
+        self, version: int, order: Sequence[Unit], keeps: frozenset[int], trained: dict[Unit, list[str]], config: Any,
+        anchor: Anchor,
+    ) -> None:  # fmt: skip
         self.version = version
+        self.order = order
         self.keeps = keeps
+        self.absent: frozenset[int] = frozenset()
         self.trained = trained
         self.config = config
         self.anchor = anchor
         self.graphs: frozenset[int] = frozenset()
         self.boundaries: dict[int, torch.Tensor] = {}
-        self.boundary_bytes = 0
+        self.boundary_bytes: dict[int, int] = {}
+        self.nodes: dict[int, weakref.ref[Any]] = {}
         self.offloads: dict[int, Task] = {}
         self.has_head_grads = False
         self.consumed = self.given_up = False
 
     def boundary(self, block: int) -> torch.Tensor:
         """Return the host copy of a block's boundary, as bytes."""
-        return self.boundaries[block][: self.boundary_bytes]
+        return self.boundaries[block][: self.boundary_bytes[block]]
+
+    def executed(self) -> list[Unit]:
+        """Return the embedding and the blocks that the backward pass which runs now differentiates, in the order of the forward pass."""
+        return [unit for unit in self.order if unit == EMBED or self._is_executed(unit.block_index)]
+
+    def _is_executed(self, block: int) -> bool:
+        """Return whether the backward pass which runs now differentiates a block."""
+        return is_executed(self.nodes[block]) if block in self.nodes else block in self.keeps
 
     def check_usable(self, version: int, config: Any) -> None:
         """Raise StreamingError if the backward pass would compute wrong gradients.
@@ -141,16 +183,21 @@ class BufferLease:
 
 
 class BoundaryPool:
-    """Host memory for boundaries: equal buffers, as large as the largest batch needs.
+    """Host memory for boundaries: equal buffers for each list of blocks, as large as the largest batch needs.
 
     One buffer per block thus serves batches of every length, and page-locked memory does not grow with the variety of
     lengths. If a forward pass is dropped while a boundary is being copied, the buffer is reused only after that copy.
+
+    Args:
+        device: the device.
+        lists: the indices of the blocks of each list.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._size = 0  # size of each buffer in bytes
-        self._free: list[tuple[torch.Tensor, Task | None]] = []  # free buffers, each with the last copy to it
+    def __init__(self, device: Device, lists: Sequence[range]) -> None:
+        self._device, self._lists = device, lists
+        self._sizes = dict.fromkeys(lists, 0)  # size of each buffer in bytes, by list
+        # Free buffers, each with the last copy to it, by list.
+        self._free: dict[range, list[tuple[torch.Tensor, Task | None]]] = {each: [] for each in lists}
         self._is_closed = False
         self.num_bytes = 0
 
@@ -163,26 +210,33 @@ class BoundaryPool:
             num_bytes: size of the boundary in bytes.
             largest: size in bytes that later batches will need, if known, so that buffers need not be replaced.
         """
-        self._size = max(self._size, num_bytes, largest)
-        buffer = self._take_free()
+        blocks = self._list_of(block)
+        size = self._sizes[blocks] = max(self._sizes[blocks], num_bytes, largest)
+        buffer = self._take_free(self._free[blocks], size)
         if buffer is None:
-            buffer = self._device.host_buffer(self._size)
-            self.num_bytes += self._size
+            buffer = self._device.host_buffer(size)
+            self.num_bytes += size
         if not forward_state.boundaries:
             # The finalizer takes the dictionaries, because an argument that refers to the state would keep it alive.
             # At exit there is no pass left that could use the buffers.
             weakref.finalize(
                 forward_state, self._give_back, forward_state.boundaries, forward_state.offloads
             ).atexit = False
-        forward_state.boundaries[block], forward_state.boundary_bytes = buffer, num_bytes
+        forward_state.boundaries[block], forward_state.boundary_bytes[block] = buffer, num_bytes
         return forward_state.boundary(block)
 
-    def _take_free(self) -> torch.Tensor | None:
-        """Remove a buffer that is large enough from the pool, and return it, or None. Smaller buffers are freed for good on the way."""
+    def _list_of(self, block: int) -> range:
+        """Return the list that a block is in."""
+        return next(each for each in self._lists if block in each)
+
+    def _take_free(self, free: list[tuple[torch.Tensor, Task | None]], size: int) -> torch.Tensor | None:
+        """Remove a buffer of at least this size from the free ones of a list of blocks, and return it, or None. Smaller buffers are freed
+        for good on the way.
+        """
         is_idle = False
-        while self._free:
-            buffer, task = self._free.pop()
-            if buffer.numel() >= self._size:
+        while free:
+            buffer, task = free.pop()
+            if buffer.numel() >= size:
                 if task is not None:
                     self._device.wait([task])
                 return buffer
@@ -200,9 +254,10 @@ class BoundaryPool:
     def close(self) -> None:
         """Free all buffers: those that are in use once they are given back. The device must be idle, and stay so."""
         self._is_closed = True
-        while self._free:
-            buffer, _ = self._free.pop()
-            self._free_host(buffer)
+        for free in self._free.values():
+            while free:
+                buffer, _ = free.pop()
+                self._free_host(buffer)
 
     def release(self, forward_state: ForwardState) -> None:
         """Take back a failed forward pass's buffers now, because a traceback may keep its state alive for a long time."""
@@ -215,7 +270,7 @@ class BoundaryPool:
             if self._is_closed:  # the device is idle for good (`close`), so no copy is running
                 self._free_host(buffer)
             else:
-                self._free.append((buffer, offloads.get(block)))
+                self._free[self._list_of(block)].append((buffer, offloads.get(block)))
 
 
 class BetweenPasses:
@@ -225,8 +280,8 @@ class BetweenPasses:
         head_grads_lease, graphs_lease: the leases of the head's gradient buffer, and of the room for autograd graphs.
         recorded: the states of forward passes, as long as a backward pass may follow.
         structure: kept blocks, residency and trained parameters of the last recorded pass; empty before the first one.
-        outer_version, resident_version: versions of the outer parameters and of the resident blocks on the device; -1 if they have to
-            be streamed in again.
+        outer_version: version of the outer parameters on the device; -1 if they have to be streamed in again.
+        resident_versions: version of each resident block on the device; a block without one has to be streamed in again.
         after_grad: parameters with hooks to call when autograd's graph is finished.
     """
 
@@ -234,7 +289,8 @@ class BetweenPasses:
         self.head_grads_lease, self.graphs_lease = BufferLease(), BufferLease()
         self.recorded: weakref.WeakSet[ForwardState] = weakref.WeakSet()
         self.structure: tuple[Any, ...] = ()
-        self.outer_version = self.resident_version = -1
+        self.outer_version = -1
+        self.resident_versions: dict[int, int] = {}
         self.after_grad: dict[str, None] = {}
         self._anchor: Anchor | None = None
 
@@ -258,4 +314,4 @@ class BetweenPasses:
 
     def forget_weights(self) -> None:
         """Stream the outer parameters and the resident blocks in again with the next pass."""
-        self.outer_version = self.resident_version = -1
+        self.outer_version, self.resident_versions = -1, {}

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ class _Arrival:
     """The point at which a caller waits, with the value that it brings to it."""
 
     point: Hashable
+    place: float
     value: Any
     compute: Callable[[list[Any]], Sequence[Any]]
     ambient: ThreadAmbient
@@ -57,6 +59,7 @@ class _Caller:
     """A function in a thread, which runs while the thread that started it waits.
 
     Attributes:
+        number: its number among the callers of the lock-step.
         arrival: where it waits; None while it runs and after its end.
         answer: the result of the last arrival.
         failure: an error to raise where it waits, instead of the answer.
@@ -65,8 +68,10 @@ class _Caller:
         ended: the function has returned or failed.
     """
 
-    def __init__(self, function: Callable[[], Any], ambient: ThreadAmbient, prepare: Callable[[], None]) -> None:
-        self._function, self._ambient, self._prepare = function, ambient, prepare
+    def __init__(
+        self, number: int, function: Callable[[], Any], ambient: ThreadAmbient, prepare: Callable[[], None]
+    ) -> None:
+        self.number, self._function, self._ambient, self._prepare = number, function, ambient, prepare
         # A baton: the first lets the function run, the second says that it waits or has ended. Between the two, the
         # thread that resumes it stands still, so no state of the engine needs a lock.
         self._may_run, self._waits = threading.Semaphore(0), threading.Semaphore(0)
@@ -169,11 +174,10 @@ def _run_members(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
     ambient = ThreadAmbient()
     callers: list[_Caller] = []
     try:
-        for function, before in zip(functions, prepare, strict=True):
-            callers.append(_Caller(function, ambient, before))
+        for number, (function, before) in enumerate(zip(functions, prepare, strict=True)):
+            callers.append(_Caller(number, function, ambient, before))
         for caller in callers:
             caller.resume()
-        # The first that waits decides which point is computed next; callers at other points go on waiting.
         while waiting := [caller for caller in callers if caller.arrival is not None]:
             _compute_first_point(waiting)
         return [caller.result for caller in callers]
@@ -187,17 +191,17 @@ def _nothing() -> None:
 
 
 def _compute_first_point(waiting: list[_Caller]) -> None:
-    """Compute the point of the first of these callers, for all that wait at the same one. Then let each of them run to its next point."""
-    first = waiting[0].arrival
-    assert first is not None
-    together = [
-        (caller, caller.arrival) for caller in waiting if caller.arrival and caller.arrival.point == first.point
-    ]
+    """Compute the first point at which these callers wait, for all that wait there. Then let each of them run to its next point. Callers
+    at other points go on waiting. Of points at the same place, the first caller's comes first.
+    """
+    arrivals = [(caller, caller.arrival) for caller in waiting if caller.arrival is not None]
+    leader, first = min(arrivals, key=lambda each: each[1].place)
+    together = [(caller, arrival) for caller, arrival in arrivals if arrival.point == first.point]
     try:
         answers = first.ambient.run(lambda: first.compute([arrival.value for _, arrival in together]))
     except BaseException as error:  # raised where the first caller waits, whose code may explain it
-        waiting[0].failure = error
-        waiting[0].resume()
+        leader.failure = error
+        leader.resume()
         raise
     for (caller, _), answer in zip(together, answers, strict=True):
         caller.answer = answer
@@ -229,7 +233,7 @@ def keep_graph_together(outputs: Any) -> None:
         nodes += inner
 
 
-def batched_call(point: Hashable, value: Any, compute: Callable[[list[Any]], Sequence[Any]]) -> Any:
+def batched_call(point: Hashable, value: Any, compute: Callable[[list[Any]], Sequence[Any]], place: float = inf) -> Any:
     """Compute a value together with the other functions of the lock-step that this thread belongs to, if any.
 
     Args:
@@ -237,13 +241,14 @@ def batched_call(point: Hashable, value: Any, compute: Callable[[list[Any]], Seq
         value: this function's part.
         compute: function of the parts of all of them that returns a result for each, called in the thread that runs the
             lock-step, with the settings of the first of them.
+        place: points that not all functions reach are computed in the order of their places, before points without one.
     """
     caller: _Caller | None = _caller.value
     if caller is None:
         (answer,) = compute([value])
         return answer
     # Computed in the thread of the lock-step, which has neither this thread's gradient mode nor its autocast.
-    return caller.wait(_Arrival(point, value, compute, ThreadAmbient()))
+    return caller.wait(_Arrival(point, place, value, compute, ThreadAmbient()))
 
 
 def compute_alone(function: Callable[[], T]) -> T:
@@ -255,3 +260,9 @@ def compute_alone(function: Callable[[], T]) -> T:
 def caller_id() -> int:
     """Return a number that only the function that runs here has among those in lock-step; 0 outside of a lock-step."""
     return 0 if _caller.value is None else id(_caller.value)
+
+
+def caller_number() -> int:
+    """Return the number of the function that runs here among those in lock-step; 0 outside of a lock-step."""
+    caller: _Caller | None = _caller.value
+    return 0 if caller is None else caller.number

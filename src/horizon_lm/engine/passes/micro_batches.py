@@ -75,17 +75,34 @@ class BlockCall(Tree):
         self.hidden = 0 if args else next(i for i, (path, _) in enumerate(self.paths) if "hidden_states" in path)
 
 
+class BatchParts(NamedTuple):
+    """The micro-batches in which a block computes some batches of a pass.
+
+    Attributes:
+        rows: the number of rows of each batch.
+        parts: the micro-batches; each has the number of its batch among these batches.
+        streams: for each micro-batch, the number of its random stream.
+        segments: for each batch, the documents in its rows, if attention needs them.
+    """
+
+    rows: Sequence[int]
+    parts: Sequence[MicroBatch]
+    streams: Sequence[int]
+    segments: Sequence[Segments | None]
+
+
 class BlockCalls:
-    """The calls of one block in a pass: one for each batch, with their tensors in one list.
+    """The calls of one block in a pass: one for each batch that it computes, with their tensors in one list.
 
     Attributes:
         calls: the call for each batch.
+        cut: the micro-batches in which they are computed.
         spans: for each call, the range of its tensors among the tensors of all calls.
         hidden: for each call, the index of its hidden states among the tensors of all calls.
     """
 
-    def __init__(self, calls: Sequence[BlockCall]) -> None:
-        self.calls = calls
+    def __init__(self, calls: Sequence[BlockCall], cut: BatchParts) -> None:
+        self.calls, self.cut = calls, cut
         self.spans = consecutive(len(call.tensors) for call in calls)
         self.hidden = [span.start + call.hidden for span, call in zip(self.spans, calls, strict=True)]
 

@@ -17,6 +17,7 @@ from horizon_lm.common.units import tile
 from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.device_buffers import buffer_options
 from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.forward_pass import PassOrder
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.memory.layout.buffers import BufferSettings, BufferTable, buffer_bytes
@@ -43,37 +44,46 @@ from horizon_lm.planning.measure.core_probe import run_core_on_meta
 
 
 def plan_device(
-    engine: Engine, footprints: Sequence[Footprint], hidden: torch.Tensor, tokens: int, num_micro_batches: int
+    engine: Engine,
+    footprints: Sequence[Footprint],
+    hidden: Sequence[int],
+    order: PassOrder,
+    tokens: int,
+    num_micro_batches: int,
 ) -> DevicePlan:
     """Plan what stays on the device in steps like this one, and how much memory such steps take.
 
     Args:
         engine: the model's engine.
         footprints: the memory that each block takes for one micro-batch.
-        hidden: input of the first block for the largest batch of the step, shape (B, T, H).
+        hidden: bytes of each block's input for all batches of the step.
+        order: the units that the step computes.
         tokens: tokens of all batches of the step.
         num_micro_batches: number of micro-batches of all batches.
     """
     options, layout = engine.options, _layout_of_step(engine)
     assert options.head_peak is not None
-    num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
-    settings = buffer_settings(engine, tokens, offloaded=num_blocks - first)
-    hidden_bytes = tokens * hidden.shape[-1] * hidden.element_size()
+    num_blocks = engine.parts.num_blocks
+    # With tiles, the output of the experts is kept, too.
+    boundaries = [num_bytes * layout.kept_each for num_bytes in hidden]
+    kept = [0 if index not in order.differentiated else num_bytes for index, num_bytes in enumerate(boundaries)]
+    settings = buffer_settings(engine, tokens, kept)
     needed = activation_memory(
         [footprints] * num_micro_batches,
-        hidden=hidden_bytes,
-        boundary=hidden_bytes * layout.kept_each,  # with tiles, the output of the experts is kept, too
+        hidden=hidden,
+        boundaries=boundaries,
         tokens=tokens,
         head_peak=options.head_peak,
         chunk_tokens=options.chunk_tokens,
-        first=first,
+        differentiated=order.differentiated,
     )
 
     table = BufferTable(layout, settings.options)
     # First for no resident block and all boundaries offloaded, to find the residency; then `final` has that residency.
     to_allocate = _bytes_to_allocate(engine, buffer_bytes(layout, table, settings))
     residency = _find_residency(engine, to_allocate, [slots.num_bytes for slots in table.block_weights], needed)
-    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
+    offloaded = kept[: num_blocks - residency.boundaries]
+    final = replace(buffer_settings(engine, tokens, offloaded), resident=residency.weights)
     buffers = sum(buffer_bytes(layout, table, final).values())
     step_peak = needed.step_peak(residency.boundaries, residency.graphs)
     return DevicePlan(residency, buffers + step_peak + engine.device.scratch_bytes)
@@ -113,13 +123,16 @@ def _find_residency(engine: Engine, taken: int, weights: Sequence[int], needed: 
     return lower_residency(requested, left, weights, needed)
 
 
-def buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettings:
-    """Return the settings that decide the size of the engine's buffers for a step with these tokens and offloaded boundaries."""
+def buffer_settings(engine: Engine, tokens: int, offloaded: Sequence[int]) -> BufferSettings:
+    """Return the settings that decide the size of the engine's buffers for a step with these tokens. ``offloaded``: bytes of the boundaries
+    that are offloaded.
+    """
     most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start
     return BufferSettings(
         options=buffer_options(engine.options, engine.store),
         tokens=most_tokens,
-        offloaded=offloaded,
+        offloaded=sum(num_bytes > 0 for num_bytes in offloaded),
+        largest_boundary=max(offloaded, default=0),
         table_rows=engine.expected.table_rows(most_tokens * engine.mesh.size, engine.parts.vocabulary),
     )
 
@@ -213,13 +226,12 @@ class Rehearsal:
         self._structures = [structure_key(each.module) for each in blocks]
         self._measured: dict[Any, RowOutputs] = {}  # structures of outputs, by structure of the block
         self._footprints: dict[Any, Footprint] = {}  # by structure of the block
-        self._hidden: torch.Tensor | None = None  # input of the first block for the whole batch, (B, T, H)
+        self._hidden: dict[int, int] = {}  # bytes of the input of each block for the whole batch
 
     def answer(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Measure the first block of each structure. Return zeros in the shapes of a block's output; raise TrialDoneError at the last."""
         call = BlockCall(args, kwargs)
-        if self._hidden is None:
-            self._hidden = call.tensors[call.hidden]
+        self._hidden[index] = call.tensors[call.hidden].nbytes
         structure = self._structures[index]
         if structure not in self._measured:
             self._measured[structure] = self._measure(index, call)
@@ -231,24 +243,35 @@ class Rehearsal:
 
     def _measure(self, index: int, call: BlockCall) -> RowOutputs:
         """Measure a block on the first micro-batch, which is the largest. Return the structure of its output for the whole batch."""
-        (batch,), (part, *_) = self._engine.forward.batches, self._engine.forward.micro_batches
-        calls = BlockCalls([call])
+        calls = BlockCalls([call], self._engine.forward.cut(index, [0]))
+        (count,), (part, *_), (segments,) = calls.cut.rows, calls.cut.parts, calls.cut.segments
         inputs = calls.inputs(call.tensors, self._row_dims(index, calls), part)
-        with attending(batch.segments, *part.rows), capture.capture(()):
+        with attending(segments, *part.rows), capture.capture(()):
             footprint, output = find_footprint(self._engine, index, self._blocks[index], *call.rebuild(inputs))
         self._footprints[self._structures[index]] = footprint
-        outputs = RowOutputs(batch.rows)
+        outputs = RowOutputs(count)
         outputs.add(part.rows, Tree((output, {})))  # one part is enough for the shapes of all rows; nothing is captured
         outputs.release()  # `zeros` needs its shapes and dtypes alone
         return outputs
 
-    def plan(self, tokens: int, num_micro_batches: int) -> DevicePlan:
+    def plan(self, order: PassOrder, size: BatchSize, largest: BatchSize, num_micro_batches: int) -> DevicePlan:
         """Return the plan for a step.
 
         Args:
-            tokens: tokens of all its batches, of which the rehearsal has the largest.
+            order: the units that it computes.
+            size: the size of all its batches.
+            largest: the size of the largest of them, which was rehearsed.
             num_micro_batches: number of its micro-batches.
         """
-        assert self._hidden is not None
-        footprints = [self._footprints[structure] for structure in self._structures]
-        return plan_device(self._engine, footprints, self._hidden, tokens, num_micro_batches)
+        nothing = Footprint(0, 0)  # of a block that the batch does not pass through
+        footprints = [
+            self._footprints[structure] if index in self._hidden else nothing
+            for index, structure in enumerate(self._structures)
+        ]
+        hidden = [
+            self._hidden.get(index, 0) * size.tokens // largest.tokens
+            if index in self._engine.parts.decoder_blocks
+            else -(-self._hidden.get(index, 0) * size.modal // max(1, largest.modal))
+            for index in range(self._engine.parts.num_blocks)
+        ]
+        return plan_device(self._engine, footprints, hidden, order, size.tokens, num_micro_batches)

@@ -7,7 +7,8 @@ from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.engine.host.updates import PendingUpdates, RunningSave
 from horizon_lm.engine.passes.cursor import Cursor, MovesOf
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between
+from horizon_lm.schedule.build import Layout
 from horizon_lm.schedule.ops import Kind, Schedule
 
 
@@ -24,7 +25,7 @@ class Saves:
         self._table: tuple[Schedule, Sequence[Move]] | None = None  # the embedding's part, if that was not issued yet
         self.running: RunningSave | None = None
 
-    def run(self, moves: Mapping[Unit, Sequence[Move]], layout: build.Layout) -> list[Task]:
+    def run(self, moves: Mapping[Unit, Sequence[Move]], layout: Layout) -> list[Task]:
         """Issue the pass that writes a checkpoint. Later updates of a unit wait for its task.
 
         The embedding is written after the next forward pass if its update is left to that pass.
@@ -39,9 +40,9 @@ class Saves:
         self._tasks, self._table = [], None
         units = set(moves)
         if self._updates.table is not None:
-            self._table = build.save_table(layout), moves[EMBED]
+            self._table = between.save_table(layout), moves[EMBED]
             units.remove(EMBED)
-        self._issue(build.save(layout, units), lambda op: moves[op.unit])
+        self._issue(between.save(layout, units), lambda op: moves[op.unit])
         return self._tasks
 
     def _issue(self, schedule: Schedule, moves_of: MovesOf) -> None:

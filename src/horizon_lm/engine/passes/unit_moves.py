@@ -3,7 +3,7 @@
 Movements that depend on the batch are bound later, by the code that knows them:
 
 - rows of the embedding, in both directions, and the update of these rows: `engine.units.embedding`,
-- boundaries to offload: `BlockComputation._plan_offloads`, at the first block,
+- boundaries to offload: `BlockComputation._bind_offload`,
 - experts that tokens are routed to: `engine.units.tiled_computation`,
 - updates of a backward pass: `BackwardPass.note_written`.
 """
@@ -72,9 +72,11 @@ class UnitMoves:
         return [*moves, Gather(group, packed, part.packed_cuts), *decoding]
 
     def _fetch(self, op: Op) -> list[Move]:
-        """Return the copy of an activation checkpoint from host memory into the ring."""
+        """Return the copy of an activation checkpoint from host memory into the ring; none for a block that had no inputs on this rank."""
         assert self._differentiated is not None
         index = op.unit.block_index
+        if index not in self._differentiated.boundaries:
+            return []
         host = self._differentiated.boundary(index)
         # Blocks alternate between two buffers, so the next boundary is fetched while this one is in use.
         return [Copy(self._engine.memory.ring.get(host.numel(), torch.uint8, index % 2), host, host.numel())]

@@ -24,13 +24,12 @@ from horizon_lm.engine.passes.micro_batches import (
     slice_rows,
 )
 from horizon_lm.engine.passes.tree import Tree
-from horizon_lm.engine.units.block_computation import BlockComputation
+from horizon_lm.engine.units.block_computation import BlockComputation, in_memory_order
 from horizon_lm.engine.units.grad_sink import GradSink
 from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.engine.units.saved_for_backward import Graph, GraphUse, SavedForBackward
 from horizon_lm.engine.units.tiled_backward import TiledBackward
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
-from horizon_lm.model.attention import Segments
 from horizon_lm.schedule.ops import Kind
 
 
@@ -71,7 +70,8 @@ class BlockAutograd(UnitNode):
         dims: the row dimension of each input; None for an input without rows.
         attributes: the modules' attributes during the forward pass.
         outputs: the outputs of all micro-batches, by batch.
-        hidden: shape and dtype of the hidden states of each batch.
+        hidden: shape and dtype of the hidden states of each batch, with the dimensions in the order of their memory.
+        orders: these orders of dimensions.
         expected: copies of the outputs, with `EngineOptions.check_recompute`.
         comparison: compares the gradients of this block; None otherwise.
         true_inputs: copies of the inputs, if the block is compared.
@@ -83,6 +83,7 @@ class BlockAutograd(UnitNode):
     dims: list[int | None]
     attributes: list[dict[str, Any]]
     hidden: list[tuple[torch.Size, torch.dtype]]
+    orders: list[tuple[int, ...]]
 
     def __init__(
         self, blocks: BlockComputation, index: int, calls: BlockCalls, keys: tuple[str, ...], forward_state: ForwardState,
@@ -95,9 +96,7 @@ class BlockAutograd(UnitNode):
         self.module = blocks.blocks[index]
         self.context = RecomputeAmbient()
         self.mode = self.module.mode()
-        forward = blocks.engine.forward
-        self.segments: list[Segments | None] = [batch.segments for batch in forward.batches]
-        self.micro_batches, self.num_rows = forward.micro_batches, forward.num_rows
+        self.segments, self.micro_batches, self.num_rows = calls.cut.segments, calls.cut.parts, calls.cut.rows
         self.expected: list[torch.Tensor] | None = None
         self.true_inputs: list[torch.Tensor] | None = None
 
@@ -123,7 +122,11 @@ class BlockAutograd(UnitNode):
 
     def kept(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Return the inputs, but None instead of offloaded hidden states, so that device memory does not depend on the number of blocks."""
-        self.hidden = [(inputs[i].shape, inputs[i].dtype) for i in self.calls.hidden]
+        self.orders = [in_memory_order(inputs[i]) for i in self.calls.hidden]
+        self.hidden = [
+            (inputs[i].permute(order).shape, inputs[i].dtype)
+            for i, order in zip(self.calls.hidden, self.orders, strict=True)
+        ]
         # From here on autograd keeps the inputs, and frees them after the backward pass; it returns the outputs, which would
         # close a reference cycle here.
         self.calls.drop_tensors()
@@ -185,7 +188,7 @@ class BlockAutograd(UnitNode):
             with self.module.bound(experts.sink.leaves(self.blocks.weights(self.index))):
                 experts.find_output_grads(
                     recompute=lambda number: self._recompute(number, inputs),
-                    pairs_of=lambda number, graph: self._outputs_and_grads(number, graph, grads),
+                    pairs_of=lambda number, graph: self.outputs_and_grads(number, graph, grads),
                 )
         experts.differentiate_tiles(self.context.run)
         return experts
@@ -249,10 +252,10 @@ class BlockAutograd(UnitNode):
         """
         if not self.offloaded:
             return
-        num_bytes = self.forward_state.boundary_bytes
+        num_bytes = self.forward_state.boundary_bytes[self.index]
         ring = self.engine.memory.ring.get(num_bytes, torch.uint8, self.index % 2)
-        for index, hidden in zip(self.calls.hidden, take_bytes(ring, self.hidden), strict=True):
-            inputs[index] = hidden
+        for index, hidden, order in zip(self.calls.hidden, take_bytes(ring, self.hidden), self.orders, strict=True):
+            inputs[index] = hidden.permute([order.index(dim) for dim in range(hidden.ndim)])
         experts = self.saved.experts
         if experts:
             # In the second half, where `BlockComputation._offload_experts` has put them: they are as large as the hidden states.
@@ -295,7 +298,7 @@ class BlockAutograd(UnitNode):
         """Return the entries for the outputs of a micro-batch's batch, from a sequence of entries for the outputs of all batches."""
         return tensors[consecutive(each.num_tensors for each in self.outputs)[micro_batch.batch]]
 
-    def _outputs_and_grads(
+    def outputs_and_grads(
         self, number: int, graph: Graph, grads: Sequence[torch.Tensor | None]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the outputs of a micro-batch that a loss depends on, with their gradients."""
@@ -313,7 +316,9 @@ class BlockAutograd(UnitNode):
         """Differentiate one micro-batch. Add the gradients of its inputs to ``input_grads``, the gradients of the inputs of whole batches.
         Hooks of the leaves move the gradients of the block's parameters into the sink.
         """
-        micro_batch, pairs = self.micro_batches[number], self._outputs_and_grads(number, graph, grads)
+        micro_batch, pairs = self.micro_batches[number], self.outputs_and_grads(number, graph, grads)
+        if not pairs:  # a loss depends on none of its outputs
+            return
         with torch.enable_grad():
             # All outputs in one call, so that each leaf gets a single gradient, summed as plain autograd sums it.
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])

@@ -1,4 +1,4 @@
-"""The forward computation of decoder blocks: all micro-batches through one block, whose weights are on the device.
+"""The forward computation of blocks: all micro-batches through one block, whose weights are on the device.
 
 Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch are (B, T, H); a block computes one
 micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
@@ -36,7 +36,7 @@ from horizon_lm.schedule.ops import Kind
 
 
 class BlockComputation:
-    """The streamed decoder blocks of a model, and their computation in the running pass.
+    """The streamed blocks of a model, and their computation in the running pass.
 
     Args:
         engine: the engine of the model.
@@ -52,23 +52,26 @@ class BlockComputation:
         parts, options = engine.parts, engine.options
         zero_idle_experts(engine.device.torch_device)  # a patch of transformers, for all models of the process
         buffers = BuffersOfModules(engine.device.torch_device)
+        # Images differ in size more than rows of tokens, so blocks of towers are not compiled, for example.
+        of_decoder = parts.decoder_blocks
         if options.mlp_chunk_tokens is not None:
-            for module in parts.blocks:
-                _require_chunked_mlps(module, options.mlp_chunk_tokens)
+            for index in of_decoder:
+                _require_chunked_mlps(parts.blocks[index], options.mlp_chunk_tokens)
         if options.products == "float8":
-            use_float8(parts, enumerate(parts.blocks))
+            use_float8(parts, [(index, parts.blocks[index]) for index in of_decoder])
         self.blocks = [
             StreamedBlock(
                 parts.block_names[index],
                 module,
                 buffers,
-                options.compile,
+                options.compile and index in of_decoder,
                 written=parts.written.get(index, frozenset()),  # weights that the block's forward pass may write
-                float8=options.products == "float8",
+                float8=options.products == "float8" and index in of_decoder,
             )
             for index, module in enumerate(parts.blocks)
         ]
         self.row_dims = RowDims(engine, call_model)
+        self._scalars: dict[torch.dtype, torch.Tensor] = {}
 
     def compute_forward(
         self, index: int, calls: BlockCalls, keys: tuple[str, ...], uncompiled: bool,
@@ -85,12 +88,13 @@ class BlockComputation:
         """
         engine, module = self.engine, self.blocks[index]
         dims = self.row_dims.of(index, calls)
-        outputs = [RowOutputs(count) for count in engine.forward.num_rows]
+        outputs = [RowOutputs(count) for count in calls.cut.rows]
         offload = saved is not None and engine.layout.is_offloaded(index)
         # Before the computation: the offload is issued as soon as it ends, and its copy must be known by then.
         if offload:
             assert saved is not None
-            self._plan_offloads(index, calls, saved.forward_state)
+            self._bind_offload(index, calls, saved.forward_state)
+            offload = bool(calls.calls)
         experts: list[ExpertCall] = [] if saved is None else saved.experts  # filled by `TiledExperts`
         run = _BlockRun(
             engine=engine, module=module, calls=calls, dims=dims, keys=keys, uncompiled=uncompiled, saved=saved, outputs=outputs
@@ -119,9 +123,14 @@ class BlockComputation:
             # Resident weights are read again, in the backward pass and by later passes until an update.
             if not engine.layout.is_resident(index):
                 engine.poison_weights(block(index))
-        engine.counts["block_forward_rows"] += sum(engine.forward.num_rows)
+        engine.counts["block_forward_rows"] += sum(calls.cut.rows)
         engine.forward.outputs[index] = outputs
         return outputs
+
+    def without_memory(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the shape and dtype of another, all of whose elements are one."""
+        scalar = self._scalars.setdefault(like.dtype, like.new_zeros(()))
+        return scalar.expand_as(like)
 
     def weights(self, index: int) -> dict[str, torch.Tensor]:
         """Return a block's weights and its adapters on the device, by their names inside the block."""
@@ -134,43 +143,44 @@ class BlockComputation:
 
     # Boundaries: the hidden states of all batches, one after the other
 
-    def _plan_offloads(self, index: int, calls: BlockCalls, state: ForwardState) -> None:
-        """Bind the offloads of this boundary and all later ones, which have the same size, to their host buffers.
-
-        The first block reached binds all of them, so that the cursor can issue copies without waiting for later blocks.
-        """
+    def _bind_offload(self, index: int, calls: BlockCalls, state: ForwardState) -> None:
+        """Bind the offload of a block's boundary to its host buffer."""
         engine = self.engine
-        num_bytes, largest = self._boundary_bytes(calls)
-        for later in sorted(state.keeps):
-            if later >= index and later not in state.boundaries and engine.layout.is_offloaded(later):
-                host = engine.boundaries.take(state, later, num_bytes, largest)
-                ring = engine.memory.ring.get(num_bytes, torch.uint8, later % 2, room=largest)
-                state.offloads[later] = engine.cursor.bind(Kind.OFFLOAD, block(later), [Copy(host, ring, num_bytes)])
+        num_bytes, largest = self._boundary_bytes(index, calls)
+        if not num_bytes:  # a block without inputs on this rank
+            engine.cursor.bind(Kind.OFFLOAD, block(index), [])
+            return
+        host = engine.boundaries.take(state, index, num_bytes, largest)
+        ring = engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
+        state.offloads[index] = engine.cursor.bind(Kind.OFFLOAD, block(index), [Copy(host, ring, num_bytes)])
 
     def _fill_ring(self, index: int, calls: BlockCalls) -> None:
         """Copy the boundary into the ring buffer that it is offloaded from: blocks alternate between two.
 
         It is copied within the device first, so that the original is freed before the slower copy to the host is done.
         """
-        num_bytes, largest = self._boundary_bytes(calls)
+        num_bytes, largest = self._boundary_bytes(index, calls)
         ring = self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
         tensors = calls.tensors
-        put_bytes(ring, [tensors[i] for i in calls.hidden])
+        put_bytes(ring, [tensors[i].permute(in_memory_order(tensors[i])) for i in calls.hidden])
 
     def _offload_experts(self, index: int, calls: BlockCalls, experts: Sequence[ExpertCall]) -> None:
         """Move the experts' outputs into the second half of the ring buffer, behind the hidden states."""
         if experts:
-            num_bytes, largest = self._boundary_bytes(calls)
+            num_bytes, largest = self._boundary_bytes(index, calls)
             ring = self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
             put_bytes(ring[num_bytes // 2 :], [call.take_output() for call in experts])
 
-    def _boundary_bytes(self, calls: BlockCalls) -> tuple[int, int]:
+    def _boundary_bytes(self, index: int, calls: BlockCalls) -> tuple[int, int]:
         """Return two sizes of a boundary in bytes: for these batches, and for the largest expected batch.
 
         A boundary has the hidden states (B, T, H); in a model with tiles, the output of the experts, of the same size, is in it, too.
         """
         tensors, count = calls.tensors, self.engine.tiles.kept_each
         hidden = [tensors[i] for i in calls.hidden]
+        if index not in self.engine.parts.decoder_blocks:  # no tiles, and inputs of any shape
+            num_bytes = sum(each.nbytes for each in hidden)
+            return num_bytes, num_bytes
         token_bytes = hidden[0].shape[-1] * hidden[0].element_size()
         return count * sum(each.nbytes for each in hidden), count * self.engine.expected.tokens * token_bytes
 
@@ -198,22 +208,23 @@ class _BlockRun:
     def compute_all(self, in_lockstep: bool) -> None:
         """Compute all micro-batches, in lock-step or one after the other."""
         # All of them before the next block, so that its weights are streamed only once in a pass.
-        micro_batches = enumerate(self.engine.forward.micro_batches)
+        cut = self.calls.cut
+        micro_batches = zip(cut.streams, cut.parts, strict=True)
         if in_lockstep:
             run_together([partial(self._compute, *each) for each in micro_batches])
             return
-        for number, part in micro_batches:
-            self._compute(number, part)
+        for stream, part in micro_batches:
+            self._compute(stream, part)
 
-    def _compute(self, number: int, part: MicroBatch) -> None:
+    def _compute(self, stream: int, part: MicroBatch) -> None:
         """Compute a micro-batch, save what its backward pass needs, and add its outputs to those of its batch."""
         call, saved = self.calls.calls[part.batch], self.saved
         inputs = self.calls.inputs(self.calls.tensors, self.dims, part)
         if saved is not None:
             inputs = saved.inputs(inputs, self.calls.spans[part.batch])
         args, kwargs = call.rebuild(inputs)
-        with self.engine.forward.randomness.drawing(number) as rng_state, self._repeatable(args, kwargs):
-            segments = self.engine.forward.batches[part.batch].segments
+        with self.engine.forward.randomness.drawing(stream) as rng_state, self._repeatable(args, kwargs):
+            segments = self.calls.cut.segments[part.batch]
             tree = Tree(run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled))
         if saved is not None:
             tree.tensors = saved.save(rng_state, inputs, tree.tensors)
@@ -227,6 +238,13 @@ class _BlockRun:
             return
         with self.saved.computing(), self.saved.recorded_choices(), rejecting_state(self.module.name, args, kwargs):
             yield
+
+
+def in_memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor in the order of its memory, from the one with the largest stride on."""
+    # Some kernels compute other bits from other memory formats, so a boundary comes back in its own.
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
 
 
 def put_bytes(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:

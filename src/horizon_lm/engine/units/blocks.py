@@ -1,4 +1,4 @@
-"""Decoder blocks as the model calls them, for a training step or for inference.
+"""Blocks as the model calls them, for a training step or for inference.
 
 Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch are (B, T, H); a block computes one
 micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
@@ -10,19 +10,22 @@ from typing import Any
 import torch
 
 from horizon_lm.common.ranges import consecutive
+from horizon_lm.common.units import block
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
-from horizon_lm.engine.passes.lockstep import batched_call
+from horizon_lm.engine.passes.lockstep import batched_call, caller_number
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
+from horizon_lm.engine.units.absent import compute_absent
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.gradient_check import GradientCheck
+from horizon_lm.engine.units.tower_block import TowerBlock
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import capture
 
 
 class Blocks(BlockComputation):
-    """The streamed decoder blocks of a model, which it calls one by one.
+    """The streamed blocks of a model, which it calls one by one.
 
     Args:
         engine, call_model: as in `BlockComputation`.
@@ -41,36 +44,53 @@ class Blocks(BlockComputation):
         call = BlockCall(args, kwargs)
         # Read, and published below, in the thread of this call: its context has the collector in which transformers gathers
         # `output_hidden_states` and the like.
-        keys = capture.requested_keys()
-        output, captured = batched_call(index, (call, keys), lambda calls: self._forward_all(index, calls))
+        keys, forward = capture.requested_keys(), self.engine.forward
+        is_joint = len(forward.batches) > 1
+        value = (caller_number() if is_joint else 0, call, keys)
+        place = forward.place(block(index)) if is_joint else 0
+        output, captured = batched_call(index, value, lambda calls: self._forward_all(index, calls), place)
         capture.publish(captured)
         return output
 
-    def _forward_all(self, index: int, calls: list[tuple[BlockCall, tuple[str, ...]]]) -> list[Any]:
-        """Compute a block for all batches of the pass. Return its output, and what transformers captures, for each.
+    def _forward_all(self, index: int, calls: list[tuple[int, BlockCall, tuple[str, ...]]]) -> list[Any]:
+        """Compute a block for all batches of the pass that have inputs for it. Return its output, and what transformers captures, for each.
 
         Args:
             index: the block's index.
-            calls: the call for each batch, and the names of the outputs that transformers captures inside the block.
+            calls: the number of each batch, its call, and the names of the outputs that transformers captures inside the block.
         """
-        engine = self.engine
-        different_keys = {keys for _, keys in calls}
-        if len(calls) != len(engine.forward.num_rows) or len(different_keys) > 1:
+        engine, forward = self.engine, self.engine.forward
+        is_for_all = index in engine.parts.decoder_blocks
+        different_keys = {keys for _, _, keys in calls}
+        if (is_for_all and len(calls) != len(forward.num_rows)) or len(different_keys) > 1:
             raise StreamingError(
                 f"{self.blocks[index].name}: the batches of a pass do not pass through the same blocks, or do not ask for "
                 "the same outputs; compute them one by one"
             )
         (keys,) = different_keys
-        joined, hooked = BlockCalls([call for call, _ in calls]), self.blocks[index].is_hooked()
+        compute_absent(self, block(index))
+        joined = BlockCalls([call for _, call, _ in calls], forward.cut(index, [batch for batch, _, _ in calls]))
+        hooked = self.blocks[index].is_hooked()
         # Compiled code would not call hooks inside a block. A cache identifies each block by its number, so compiled
         # code could not be shared between blocks.
-        uncompiled = bool(keys) or hooked or engine.forward.caching
+        uncompiled = bool(keys) or hooked or forward.caching
         state = engine.recording
         if state is not None and index in state.keeps:
-            node = BlockAutograd(self, index, joined, keys, state, hooked, uncompiled, self.gradient_check)
+            node = (
+                BlockAutograd(self, index, joined, keys, state, hooked, uncompiled, self.gradient_check)
+                if is_for_all
+                else TowerBlock(self, index, joined, keys, state, hooked, self.gradient_check)
+            )
             tensors = node.compute(*joined.tensors)
+            forward.note_outputs(tensors)
+            if isinstance(node, TowerBlock):  # a model may use the outputs of some of a tower's blocks alone
+                state.nodes[index] = node.node
             # Rebuilt from the tensors that `compute` returns, which have the node as their grad_fn.
             return rebuild_all(node.outputs, tensors)
+        if state is not None and any(each.requires_grad for each in joined.tensors):
+            raise StreamingError(
+                f"{self.blocks[index].name}: its input needs a gradient, but no gradient was expected to reach it; please report this"
+            )
         outputs = self.compute_forward(index, joined, keys, uncompiled)
         rebuilt = [each.rebuild(each.tensors) for each in outputs]
         # The pass keeps the structure; the tensors would stay alive with it.

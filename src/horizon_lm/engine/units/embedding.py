@@ -21,6 +21,8 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import advice_on_replaced_forward, version_of
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.lockstep import batched_call
+from horizon_lm.engine.units.absent import compute_absent
+from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.errors import ModelNotSupportedError, StreamingError, TokenError
 from horizon_lm.model.functional import is_linear, look_up
@@ -33,10 +35,11 @@ class StreamedEmbedding:
     Args:
         engine: the engine of the model.
         module: the module with the table.
+        blocks: the blocks of the model.
     """
 
-    def __init__(self, engine: Engine, module: nn.Module) -> None:
-        self.engine, self.module = engine, module
+    def __init__(self, engine: Engine, module: nn.Module, blocks: BlockComputation) -> None:
+        self.engine, self.module, self._blocks = engine, module, blocks
         self.is_linear = is_linear(module)
         self._name = next(name for name, ref in engine.refs.items() if (module, "weight") in ref.places)
         self._unit = engine.store.unit_of[self._name]
@@ -51,12 +54,13 @@ class StreamedEmbedding:
             return self._look_up_outside(ids)
         if not engine.forward.embeds:  # tokens whose rows the model compares with the embeddings of its caller
             return self._look_up_on_host(ids)
-        hidden: torch.Tensor = batched_call("embedding", ids, self._forward_all)
+        hidden: torch.Tensor = batched_call("embedding", ids, self._forward_all, place=engine.forward.place(EMBED))
         return hidden
 
     def _forward_all(self, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the hidden states (B, T, H) of each batch of ids (B, T) of the pass."""
         engine, table = self.engine, self._table()
+        compute_absent(self._blocks, EMBED)
         on_host = [self._on_host(ids) for ids in batches]
         rows, flat = self._distinct_rows(on_host)
         room = self._max_rows(flat.numel(), table.shape[0])
@@ -69,7 +73,9 @@ class StreamedEmbedding:
         positions = [send(part.view(ids.shape), engine.device.torch_device) for part, ids in parts]
         lookup = _Lookup(self, rows, positions, engine.recording, room)
         if engine.recording is not None and self._is_trained():
-            return lookup.compute(received)
+            hidden = lookup.compute(received)
+            engine.forward.note_outputs(hidden)
+            return hidden
         return lookup.forward([received], needs_grad=[False])
 
     def _distinct_rows(self, batches: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

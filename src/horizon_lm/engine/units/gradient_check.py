@@ -36,14 +36,16 @@ class GradientCheck:
 
     Args:
         engine: the model's engine.
-        num_blocks: the number of blocks to compare, spread evenly over the model.
+        num_blocks: the number of blocks to compare, spread evenly over the decoder.
     """
 
     def __init__(self, engine: Engine, num_blocks: int) -> None:
         self._engine = engine
-        last = engine.parts.num_blocks - 1
-        count = min(num_blocks, last + 1)
-        self.indices = {round(i * last / max(1, count - 1)) for i in range(count)}
+        # Of the decoder, which every batch passes through; and one block of each tower.
+        blocks = engine.parts.decoder_blocks
+        last, count = len(blocks) - 1, min(num_blocks, len(blocks))
+        self.indices = {blocks[round(i * last / max(1, count - 1))] for i in range(count)}
+        self.indices |= {tower[0] for tower in engine.parts.towers}
         self._expected: dict[str, tuple[torch.Tensor, float]] = {}  # by parameter: gradient, and the error allowed
 
     def compare_block(
@@ -109,7 +111,7 @@ class GradientCheck:
 
     def _grads_of_rows(
         self, node: BlockAutograd, inputs: list[torch.Tensor], grads: Sequence[torch.Tensor | None], dtype: torch.dtype,
-        parts: list[MicroBatch],
+        parts: Sequence[MicroBatch],
     ) -> Grads:  # fmt: skip
         """Return the gradients summed over ``parts``, computed by plain autograd in that dtype.
 

@@ -36,7 +36,7 @@ class RowDims:
 
     def of(self, index: int, calls: BlockCalls) -> list[int | None]:
         """Return the row dimension of each tensor input of a block; None if it has none, or if its batch has a single micro-batch."""
-        cut = cut_batches(self._engine.forward.micro_batches)
+        cut = cut_batches(calls.cut.parts)
         dims: list[int | None] = []
         for batch, call in enumerate(calls.calls):
             dims += self._of_batch(index, batch, call) if batch in cut else [None] * len(call.paths)

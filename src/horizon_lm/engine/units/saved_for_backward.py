@@ -30,7 +30,8 @@ class GraphUse(Enum):
     Attributes:
         NONE: no graph is made; the backward pass recomputes the block.
         DROPPED: a graph is made and dropped. A compiled block would otherwise be compiled a second time for the
-            recompute, whose results could differ from those of the forward pass in the last bits.
+            recompute, whose results could differ from those of the forward pass in the last bits. In a tower, torch would choose
+            other kernels of attention for a bias that needs no gradient.
         TRAPPED: the graph is dropped, but a hook inside the block may keep an activation. A loss that depends on such
             an activation raises an error; otherwise its gradient would be missing silently.
         KEPT: the graph stays on the device, and the backward pass recomputes nothing.
@@ -62,7 +63,7 @@ class SavedForBackward:
             self.graph_use = GraphUse.TRAPPED
         elif index in forward_state.graphs:
             self.graph_use = GraphUse.KEPT
-        elif engine.options.compile:
+        elif engine.options.compile or index not in engine.parts.decoder_blocks:
             self.graph_use = GraphUse.DROPPED
         else:
             self.graph_use = GraphUse.NONE

@@ -39,6 +39,7 @@ class BufferSettings:
         options: the settings that determine the sizes of slots.
         tokens: sequences of a step times the longest length.
         offloaded: number of blocks whose boundaries pass through a ring on the device.
+        largest_boundary: bytes of the largest of these boundaries; None if all have those of the decoder's blocks.
         resident: number of last blocks with resident weights.
         table_rows, forward_table_rows: maximum number of distinct table rows read by a step, and by a batch without
             gradients, on all ranks; None for one per token.
@@ -50,6 +51,7 @@ class BufferSettings:
     resident: int = 0
     table_rows: int | None = None
     forward_table_rows: int = 0
+    largest_boundary: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,8 @@ def _activation_buffers(layout: TiledLayout[Any], settings: BufferSettings) -> d
     """Return the bytes of the buffers that grow with the batch: rows of the embedding, their gradients, and the ring of boundaries."""
     model, compute_bytes = layout.model, ITEMSIZE[settings.options.compute_dtype]
     num_rows = min(settings.tokens, model.vocabulary) if settings.table_rows is None else settings.table_rows
-    boundary = layout.kept_each * settings.tokens * model.hidden * compute_bytes
+    of_decoder = layout.kept_each * settings.tokens * model.hidden * compute_bytes
+    boundary = max(of_decoder, settings.largest_boundary or 0)
     grad_bytes = ITEMSIZE[settings.options.grad_dtype] if model.trained_numel(EMBED) else 0
     return {
         "table_rows": max(num_rows, settings.forward_table_rows) * model.hidden * compute_bytes,

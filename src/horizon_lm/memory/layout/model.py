@@ -5,7 +5,7 @@ depend on the size of a tile.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Generic, TypeVar
 
@@ -43,11 +43,12 @@ class ModelLayout(Generic[StorageT]):
 
     Attributes:
         units: the slabs of table, blocks, head, outer and idle parameters. The head has no tensors if it is tied to the table.
-        num_blocks: number of decoder blocks.
+        num_blocks: number of blocks, those of towers before those of the decoder.
         vocabulary, hidden: rows and columns of the embedding table, V and H.
         tied: the head uses the embedding table.
         matrices: the trained matrices of blocks, by full name.
         experts: the routed experts of blocks, by the index of the block.
+        num_tower_blocks: number of blocks of towers, which a pass computes only for batches with images, video or audio.
     """
 
     units: Mapping[Unit, UnitLayout[StorageT]]
@@ -57,6 +58,7 @@ class ModelLayout(Generic[StorageT]):
     tied: bool
     matrices: Mapping[str, MatrixShape] = field(default_factory=dict)
     experts: Mapping[int, ExpertTensors] = field(default_factory=dict)
+    num_tower_blocks: int = 0
 
     @property
     def blocks(self) -> list[Unit]:
@@ -116,9 +118,7 @@ class ModelLayout(Generic[StorageT]):
 
         def laid_out(shard: Shard) -> ModelLayout[StorageLayout]:
             units = {unit: slabs.on(shard) for unit, slabs in self.units.items()}
-            return ModelLayout(
-                units, self.num_blocks, self.vocabulary, self.hidden, self.tied, self.matrices, self.experts
-            )
+            return replace(self, units=units)  # type: ignore[return-value, arg-type]
 
         return cache(laid_out)
 

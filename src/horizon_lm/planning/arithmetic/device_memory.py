@@ -2,7 +2,7 @@
 over time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from horizon_lm.common.units import HEAD
@@ -18,25 +18,28 @@ from horizon_lm.schedule.trace import Span
 
 
 def activation_memory(
-    footprints: Sequence[Sequence[Footprint]], *, hidden: int, boundary: int, tokens: int, head_peak: Linear[int],
-    chunk_tokens: int | None, first: int = 0,
+    footprints: Sequence[Sequence[Footprint]], *, hidden: Sequence[int], boundaries: Sequence[int], tokens: int,
+    head_peak: Linear[int], chunk_tokens: int | None, differentiated: Collection[int],
 ) -> ActivationMemory:  # fmt: skip
     """Return the bytes that computations need, excluding weights and gradients.
 
     Args:
         footprints: footprints of the blocks for each micro-batch, largest first.
-        hidden: bytes of a block's input for the whole batch.
-        boundary: bytes that a block keeps for the backward pass.
+        hidden: bytes of each block's input for the whole batch; the last one has the size of the head's input.
+        boundaries: bytes that each block keeps for the backward pass.
         tokens: tokens of the whole batch.
         head_peak: peak bytes of norm, head and loss, as a function of tokens.
         chunk_tokens: tokens per chunk of logits; None if Hugging Face's code computes all logits together.
-        first: the first block with a gradient.
+        differentiated: the blocks with a gradient.
     """
-    blocks = [_block_bytes(micro_batches, hidden) for micro_batches in zip(*footprints, strict=True)]
+    blocks = [
+        _block_bytes(micro_batches, num_bytes)
+        for micro_batches, num_bytes in zip(zip(*footprints, strict=True), hidden, strict=True)
+    ]
     graphs, peaks, backward_peaks = zip(*blocks, strict=True)
     return ActivationMemory(
-        graphs=graphs, peaks=peaks, backward_peaks=backward_peaks, boundary=boundary, first=first,
-        head=_head_bytes(head_peak, hidden, tokens, chunk_tokens),
+        graphs=graphs, peaks=peaks, backward_peaks=backward_peaks, boundaries=boundaries,
+        differentiated=frozenset(differentiated), head=_head_bytes(head_peak, hidden[-1], tokens, chunk_tokens),
         tiled=frozenset(index for index, each in enumerate(footprints[0]) if each.experts),
     )  # fmt: skip
 
@@ -109,10 +112,11 @@ class DeviceUse:
 def step_activations(step: Step) -> ActivationMemory:
     """Return the bytes that the computations of a step need."""
     outline, settings = step.outline, step.settings
+    num_blocks = outline.num_blocks
     return activation_memory(
         [outline.footprints(rows, settings.expert_tile) for rows in settings.slices],
-        hidden=step.hidden, boundary=step.boundary, tokens=step.tokens, head_peak=step.head.peak,
-        chunk_tokens=settings.chunk_tokens, first=outline.first_differentiated,
+        hidden=[step.hidden] * num_blocks, boundaries=[step.boundary] * num_blocks, tokens=step.tokens, head_peak=step.head.peak,
+        chunk_tokens=settings.chunk_tokens, differentiated=range(outline.first_differentiated, num_blocks),
     )  # fmt: skip
 
 

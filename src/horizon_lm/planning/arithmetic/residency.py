@@ -52,12 +52,14 @@ class BatchSize:
         length: length of the sequences, T.
         tokens_at_once: tokens of one device micro-batch.
         is_masked: the batch has an attention mask.
+        modal: numbers of images, video and audio, such as values of pixels.
     """
 
     tokens: int = 0
     length: int = 0
     tokens_at_once: int = 0
     is_masked: bool = False
+    modal: int = 0
 
     def covers(self, other: "BatchSize") -> bool:
         """Return whether memory planned for this batch suffices for the other batch."""
@@ -133,8 +135,8 @@ class ActivationMemory:
         peaks: peak of each block's forward and backward pass.
         backward_peaks: peak of each block's backward pass, in addition to a resident graph.
         head: peak of the head.
-        boundary: bytes that a block keeps for the backward pass: its input, and with tiles what its experts return.
-        first: the first block with a gradient; earlier blocks keep nothing.
+        boundaries: bytes that each block keeps for the backward pass: its input, and with tiles what its experts return.
+        differentiated: the blocks with a gradient; other blocks keep nothing.
         tiled: blocks whose experts are computed tile by tile. Their graph is never kept.
     """
 
@@ -142,8 +144,8 @@ class ActivationMemory:
     peaks: Sequence[int]
     backward_peaks: Sequence[int]
     head: int
-    boundary: int
-    first: int = 0
+    boundaries: Sequence[int]
+    differentiated: frozenset[int]
     tiled: frozenset[int] = frozenset()
 
     def step_peak(self, boundaries: int, graphs: int = 0) -> int:
@@ -154,9 +156,10 @@ class ActivationMemory:
         num_blocks = len(self.graphs)
         kept = peak = 0
         for index in range(num_blocks):
-            if index >= max(self.first, num_blocks - boundaries):
-                kept += self.boundary
-            has_graph = index >= max(self.first, num_blocks - graphs)
+            is_differentiated = index in self.differentiated
+            if is_differentiated and index >= num_blocks - boundaries:
+                kept += self.boundaries[index]
+            has_graph = is_differentiated and index >= num_blocks - graphs
             if has_graph:
                 kept += self.graphs[index]
             peak = max(peak, kept + (self.backward_peaks[index] if has_graph else self.peaks[index]))

@@ -13,7 +13,7 @@ from horizon_lm.memory.layout.units import StorageLayout
 from horizon_lm.planning.arithmetic.outline import HeadCosts, ModelOutline
 from horizon_lm.planning.arithmetic.request import Request
 from horizon_lm.planning.arithmetic.residency import Residency
-from horizon_lm.schedule import build
+from horizon_lm.schedule import between, build
 from horizon_lm.schedule.ops import Schedule
 
 
@@ -160,6 +160,7 @@ class Step:
         """Return the forward, backward and update passes of one step among many."""
         settings, model, layout = self.settings, self.outline.layout, self.layout
         differentiated = range(self.outline.first_differentiated, layout.num_blocks)
+        of_text = map(block, range(model.num_tower_blocks, layout.num_blocks))
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
         is_trained = {unit: model.trained_numel(unit) > 0 for unit in (EMBED, *units)}
         # The next forward pass updates the table, which includes a tied head.
@@ -167,6 +168,7 @@ class Step:
         head_grads = settings.chunked_head and is_trained[HEAD]
         forward = build.forward(
             layout,
+            order=[EMBED, *of_text],
             keeps=differentiated,
             blocks_changed=any(is_trained[block(u)] for u in range(layout.num_blocks)),
             table_update=is_trained[EMBED],
@@ -174,13 +176,13 @@ class Step:
         )
         backward = build.backward(
             layout,
-            blocks=differentiated,
+            order=[EMBED, *map(block, differentiated)],
             trainable=[u for u in (EMBED, *units) if is_trained[u]],
             head_grads=head_grads,
         )
         if settings.update_in_backward:
             return [forward, backward]
-        return [forward, backward, build.update(layout, updated, self.orthogonalized)]
+        return [forward, backward, between.update(layout, updated, self.orthogonalized)]
 
     @property
     def orthogonalized(self) -> list[Unit]:
@@ -192,10 +194,10 @@ class Step:
         """Return the passes of a step, and those that write the checkpoint which is begun before it."""
         forward, *others = self.passes()
         if not self.outline.layout.trained_numel(EMBED):
-            return [build.save(self.layout, self.saved_units), forward, *others]
+            return [between.save(self.layout, self.saved_units), forward, *others]
         # The table is saved once its last update is over, which runs in the forward pass.
-        save = build.save(self.layout, [unit for unit in self.saved_units if unit != EMBED])
-        return [save, forward, build.save_table(self.layout), *others]
+        save = between.save(self.layout, [unit for unit in self.saved_units if unit != EMBED])
+        return [save, forward, between.save_table(self.layout), *others]
 
     @property
     def saved_units(self) -> list[Unit]:

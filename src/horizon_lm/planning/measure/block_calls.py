@@ -101,7 +101,7 @@ class _Extent:
 
 
 def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool, accelerated: bool) -> list[BlockCalls]:
-    """Return the arguments with which a model on the meta device calls its blocks, for each structure that blocks have.
+    """Return the arguments with which a model on the meta device calls its decoder's blocks, for each structure that these have.
 
     Args:
         parts: parts of a skeleton.
@@ -111,8 +111,8 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool,
         accelerated: assume the kernels of a GPU.
     """
     alike: dict[Any, list[int]] = {}  # indices of blocks, by their structure
-    for index, block in enumerate(parts.blocks):
-        alike.setdefault(structure_key(block), []).append(index)
+    for index in parts.decoder_blocks:
+        alike.setdefault(structure_key(parts.blocks[index]), []).append(index)
     copies = {first: meta_copy(parts.blocks[first]) for first, *_ in alike.values()}  # without replaced forward methods
     copy_of_each = {index: copies[indices[0]] for indices in alike.values() for index in indices}
     recorded = [_record(parts, copy_of_each, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
@@ -173,14 +173,14 @@ def _extent(number: int, more_rows: int, more_tokens: int) -> _Extent:
 
 
 def call_of_each_block(parts: ModelParts, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]) -> dict[int, Call]:
-    """Return the arguments of each block in one forward pass, as tensors with values.
+    """Return the arguments of each block of the decoder in one forward pass, as tensors with values.
 
     Args:
         parts: parts of a skeleton.
         dtype: dtype of hidden states.
         inputs: inputs of the model, with ``input_ids`` (B, T).
     """
-    kinds = {index: meta_copy(block) for index, block in enumerate(parts.blocks)}
+    kinds = {index: meta_copy(parts.blocks[index]) for index in parts.decoder_blocks}
     return _record(parts, kinds, dtype, inputs, inputs["input_ids"].shape[1])
 
 

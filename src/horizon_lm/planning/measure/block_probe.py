@@ -205,8 +205,13 @@ def _differentiable(output: Any) -> list[torch.Tensor]:
 
 
 def _leaf_on_meta(leaf: Any) -> Any:
-    """Return a tensor of the same shape on the meta device, and anything else as it is."""
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+    """Return a tensor of the same shape on the meta device, and anything else as it is. The bounds of images (N,) keep their values, because
+    blocks of towers cut their inputs there.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    is_bounds = leaf.ndim == 1 and leaf.dtype == torch.int32
+    return leaf.cpu() if is_bounds else torch.empty_like(leaf, device="meta")
 
 
 def _drop_grad(param: torch.Tensor) -> None:
@@ -227,10 +232,11 @@ def find_written(parts: ModelParts, trial: OuterTrial | None) -> Mapping[int, fr
         return {}
     written_by_kind: dict[Any, frozenset[str]] = {}
     written = {}
-    for index, module in enumerate(parts.blocks):
+    for index, call in trial.calls.items():
+        module = parts.blocks[index]
         kind = structure_key(module)
         if kind not in written_by_kind:
-            written_by_kind[kind] = _written(module, *trial.calls[index])
+            written_by_kind[kind] = _written(module, *call)
         if written_by_kind[kind]:
             written[index] = written_by_kind[kind]
     return written

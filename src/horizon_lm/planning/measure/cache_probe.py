@@ -133,7 +133,8 @@ class _TokenOfRows:
     def peak(self) -> int:
         """Return the peak of a block with its layer of the cache, over all blocks."""
         # One block of each structure and size of its layer.
-        alike = {(structure_key(block), self.layers[i]): i for i, block in enumerate(self._parts.blocks)}
+        pairs = zip(self._parts.decoder_blocks, self.layers, strict=True)
+        alike = {(structure_key(self._parts.blocks[index]), layer): index for index, layer in pairs}
         cache = self._new_cache()
         return max(self._peak_of(index, cache) for index in alike.values())
 

@@ -156,7 +156,7 @@ def _costs(
     in_chunks = path is not None  # otherwise all three heads compute all logits at once
     experts = find_divisible_experts(parts)
     return {
-        "kinds": [_measure_kind(each, experts.get(each.indices[0])) for each in calls],
+        "kinds": [*_idle_towers(parts), *(_measure_kind(each, experts.get(each.indices[0])) for each in calls)],
         "shared": Linear(shared_bytes(calls, 1), shared_bytes(calls, 2)),
         "heads": {
             "chunked": head_costs(parts, trunk, dtype, in_chunks, compiled=False, values=head_values),
@@ -169,13 +169,24 @@ def _costs(
 def _zero_costs(parts: ModelParts, error: Exception) -> dict[str, Any]:
     """Return costs of 0 as fields of an outline, and the reason why they are unknown."""
     nothing, no_work = Linear(0, 0), Linear(Work(), Work())
-    no_bytes = Linear(Footprint(0, 0), Footprint(0, 0))
     return {
-        "kinds": [BlockKind(range(parts.num_blocks), no_bytes, nothing, no_work, no_work, no_work)],
+        "kinds": [_idle_kind(range(parts.num_blocks))],
         "shared": nothing,
         "heads": dict.fromkeys(("chunked", "compiled", "whole"), HeadCosts(nothing, no_work, no_work)),
         "unknown": f"{type(parts.model).__name__} cannot be tried without weights ({first_line(error)})",
     }
+
+
+def _idle_towers(parts: ModelParts) -> list[BlockKind]:
+    """Return the blocks of towers, which rows of text do not compute."""
+    first = parts.decoder_blocks.start
+    return [_idle_kind(range(first))] if first else []
+
+
+def _idle_kind(blocks: range) -> BlockKind:
+    """Return blocks that cost nothing."""
+    nothing, no_work = Linear(0, 0), Linear(Work(), Work())
+    return BlockKind(blocks, Linear(Footprint(0, 0), Footprint(0, 0)), nothing, no_work, no_work, no_work)
 
 
 def _measure_kind(calls: BlockCalls, experts: RoutedExperts | None) -> BlockKind:
@@ -208,12 +219,12 @@ def _is_of_bitsandbytes(codec: Codec) -> bool:
 
 
 def _parameters_per_token(parts: ModelParts, layout: ModelLayout[StorageLayout]) -> int:
-    """Return the number of parameters in blocks and head that compute a token; of the experts, only those that it is routed to count."""
+    """Return the number of parameters in decoder blocks and head that compute a token; of the experts, only those that it is routed to count."""
     config = parts.model.config.get_text_config()
     experts = num_experts(config)
     chosen = experts_per_token(config) or experts
     active = layout.numel(HEAD)
-    for index in range(parts.num_blocks):
+    for index in parts.decoder_blocks:
         for ref in parts.units[block(index)]:
             of_experts = ref.param.ndim == 3 and ref.param.shape[0] == experts
             active += ref.param.numel() * chosen // experts if of_experts else ref.param.numel()
@@ -240,12 +251,13 @@ def require_packable(parts: ModelParts, used: str) -> None:
         return
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
     inputs = {"input_ids": torch.zeros_like(positions), "position_ids": positions}
+    first = parts.decoder_blocks.start
     for index, (args, kwargs) in call_of_each_block(parts, torch.float32, inputs).items():
         # Flash attention in transformers finds the sequences of a row by its positions.
         finds_sequences = used.startswith("flash") and kwargs.get("position_ids") is not None
         if not finds_sequences and not _is_masked(args, kwargs):
             raise ModelNotSupportedError(
-                f"{name}: packing is not possible: block {index} ({type(parts.blocks[index]).__name__}) gets no mask that "
+                f"{name}: packing is not possible: block {index - first} ({type(parts.blocks[index]).__name__}) gets no mask that "
                 f"separates packed rows with attn_implementation={used!r}; remove packing"
             )
 

@@ -1,7 +1,7 @@
 """Write a checkpoint in the background, from the slabs in which the model lives.
 
 Nothing is copied: a unit's slabs do not change until its next update, and the schedule lets that update wait for the unit's
-file (`schedule.build.save`). Files are written under a temporary name; the folder gets its own name once everything in it
+file (`schedule.between.save`). Files are written under a temporary name; the folder gets its own name once everything in it
 is on disk.
 """
 

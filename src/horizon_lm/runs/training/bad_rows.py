@@ -155,10 +155,11 @@ def _first_bad_unit(model: Any, objective: Objective, batch: Batch) -> Unit:
     def check_output(unit: Unit, _block: nn.Module, _args: Any, output: Any) -> None:
         check(unit, output[0] if isinstance(output, tuple) else output)
 
-    blocks = engine_of(model).parts.blocks
-    # The input of the first block is the output of the embedding.
-    handles = [blocks[0].register_forward_pre_hook(lambda _block, args: check(EMBED, args[0]) if args else None)]
-    for index, module in enumerate(blocks):
+    parts = engine_of(model).parts
+    # The input of the decoder's first block is the output of the embedding.
+    first = parts.blocks[parts.decoder_blocks.start]
+    handles = [first.register_forward_pre_hook(lambda _block, args: check(EMBED, args[0]) if args else None)]
+    for index, module in enumerate(parts.blocks):
         handles.append(module.register_forward_hook(partial(check_output, block(index))))
     try:
         _loss_is_finite(model, objective, batch)
