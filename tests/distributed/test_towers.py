@@ -62,7 +62,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llava", {"activation_checkpoints": "host"}, {}),
     ("qwen3_vl", {"activation_checkpoints": "host"}, {}),
     ("video_llava", {}, {}),
-    ("granite4_vision", {}, {}),
+    ("granite4_vision", {"head": "chunked"}, {}),
     ("qwen2_5_vl", {}, {"update_in_backward": True}),
     ("qwen3_vl", {"resident_blocks": 3}, {}),
     ("llava", {"grad_dtype": torch.float32, "precision": "bf16"}, {}),

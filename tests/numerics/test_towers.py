@@ -73,6 +73,21 @@ def test_gradients_are_those_of_plain_autograd(kind: str) -> None:
         assert_same_step(model, plain, batch)
 
 
+@pytest.mark.parametrize("kind", thinned(KINDS, every=3))
+def test_losses_in_chunks(kind: str) -> None:
+    plain = tiny(kind)
+    images, model = image_batch(plain), streamed(plain, head="chunked")
+    for batch in (images, text_batch(), images):
+        loss = model(**batch).loss
+        loss.backward()
+        expected = plain(**batch, use_cache=False).loss
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert_close_gradients(model, plain, tolerance=1e-6)
+        model.zero_grad()
+        plain.zero_grad()
+
+
 @pytest.mark.parametrize("kind", thinned(KINDS, every=4))
 def test_with_resident_weights_and_graphs(kind: str) -> None:
     plain = tiny(kind)

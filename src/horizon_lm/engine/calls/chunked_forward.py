@@ -96,7 +96,7 @@ class ChunkedForward:
             if states.shape[:2] != run.inputs.labels.shape:
                 raise TokenError(
                     f"labels have shape {tuple(run.inputs.labels.shape)}, but the model computed "
-                    f"{tuple(states.shape[:2])} tokens"
+                    f"{tuple(states.shape[:2])} tokens; set head='whole' for a model that inserts tokens of images by itself"
                 )
         outer_of_chunks = {name: outer[name] for name in self.head.outer_names()}
         return compute_runs(self.head.head, self.head.engine.recording, runs, hidden, outer_of_chunks)

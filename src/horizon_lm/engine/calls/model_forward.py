@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from horizon_lm.device.slow_products import warn_of_slow_products
-from horizon_lm.engine.calls.calls import Call, arguments_of, modal_inputs, put_ignored_before, shape_of
+from horizon_lm.engine.calls.calls import Call, arguments_of, put_ignored_before, shape_of
 from horizon_lm.engine.calls.chunked_forward import ChunkedForward, without_labels
 from horizon_lm.engine.calls.generation import GenerationMemory
 from horizon_lm.engine.calls.joint_calls import JointCalls, require_joint
@@ -273,12 +273,10 @@ class ModelForward:
         self.statistics.add_batch(inputs.trained, logits)
 
     def _chunked_for(self, call: Call) -> ChunkedForward | None:
-        """Return the chunked forward pass for a call with labels; None if all logits are computed at once.
-
-        Chunks are not used for images, whose tokens are inserted inside the model, or if they would not compute what the
-        model does (`ChunkedForward.fits`).
+        """Return the chunked forward pass for a call with labels; None if all logits are computed at once, because chunks would not compute
+        what the model does (`ChunkedForward.fits`).
         """
-        if self._chunked is None or self.whole_logits or modal_inputs(call) or not self._chunked.fits(call):
+        if self._chunked is None or self.whole_logits or not self._chunked.fits(call):
             return None
         return self._chunked
 
