@@ -28,7 +28,7 @@ saved; a step in the default precision. The other columns are proven one by one:
 | ties | head and embedding one parameter, or two |
 | aux | `output_router_logits=True`: the loss of the experts' router |
 | shared | blocks that use keys, values or indices of blocks before them |
-| images | one image a row; several rows at once, and `micro` where the rows can be cut |
+| images | one image a row; several rows at once, and `micro`: with `device_micro_batch_size=1` |
 
 Sequence classification models, such as reward models, are compared with one label a row; their head is the `score`.
 

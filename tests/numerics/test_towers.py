@@ -88,6 +88,26 @@ def test_losses_in_chunks(kind: str) -> None:
         plain.zero_grad()
 
 
+@pytest.mark.parametrize("kind", thinned(KINDS, every=3, keep=["qwen3_vl"]))
+@pytest.mark.parametrize("activation_checkpoints", ["host", "device"])
+def test_rows_with_images_are_cut_into_micro_batches(kind: str, activation_checkpoints: str) -> None:
+    """The decoder computes a row at a time, and the tower the images of all rows."""
+    plain = tiny(kind)
+    images = image_batch(plain)
+    images["attention_mask"][0, :2] = 0  # padding on the left
+    settings = {"device_micro_batch_size": 1, "activation_checkpoints": activation_checkpoints}
+    model = streamed(plain, SimulatedDevice(), **settings)
+    for batch in (images, text_batch(), images):
+        loss = model(**batch).loss
+        loss.backward()
+        expected = plain(**batch, use_cache=False).loss
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert_close_gradients(model, plain, tolerance=1e-5)
+        model.zero_grad()
+        plain.zero_grad()
+
+
 @pytest.mark.parametrize("kind", thinned(KINDS, every=4))
 def test_with_resident_weights_and_graphs(kind: str) -> None:
     plain = tiny(kind)

@@ -10,7 +10,14 @@ from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import attention
 from horizon_lm.model.outer_trial import OuterTrial, require_each_block_once, try_outer
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
+from horizon_lm.model.proven import (
+    IMAGES,
+    IMAGES_IN_MICRO_BATCHES,
+    MICRO_BATCHES,
+    VARLEN,
+    find_proof,
+    require_proven,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,7 @@ class Examined:
         trial: the behavior of its outer code; None if that cannot be run on text alone.
         attention: the attention implementation that was set.
         unproven: the reason why the model is not proven as it will be computed; empty if it is.
-        takes_images: it accepts images, video and audio.
+        images: it accepts images, video and audio: ``images``, and in batches that are cut, ``images_in_micro_batches``.
         whole_batch_only: its batches must not be cut into micro-batches.
     """
 
@@ -30,7 +37,7 @@ class Examined:
     trial: OuterTrial | None
     attention: str
     unproven: str
-    takes_images: bool
+    images: frozenset[str]
     whole_batch_only: bool
 
 
@@ -66,8 +73,9 @@ def examine(
     unproven = proof.reason_against(*(feature for feature, is_needed in needed.items() if is_needed))
     if not allow_unproven_model:
         require_proven(unproven)
+    of_images = frozenset({IMAGES, IMAGES_IN_MICRO_BATCHES})
     return Examined(
         parts=parts, trial=trial, attention=chosen, unproven=unproven,
-        takes_images=allow_unproven_model or IMAGES in proof.features,
+        images=of_images if allow_unproven_model else of_images & proof.features,
         whole_batch_only=MICRO_BATCHES not in proof.features and not allow_unproven_model,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from horizon_lm.errors import ModelNotSupportedError, warn
 from horizon_lm.model.parts import ModelParts
 
 IMAGES, MICRO_BATCHES, VARLEN = "images", "micro_batches", "varlen"
+IMAGES_IN_MICRO_BATCHES = "images_in_micro_batches"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ Shapes: B batch rows, T tokens of a row.
 """
 
 import inspect
-import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,15 +20,9 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_kinds import is_differentiable_cache
 from horizon_lm.model.generation import cache_of
+from horizon_lm.model.proven import IMAGES, IMAGES_IN_MICRO_BATCHES
 
 Call = dict[str, Any]  # the arguments of a call of the model, by name
-
-_MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
-
-
-def modal_inputs(call: Mapping[str, Any]) -> list[str]:
-    """Return the names of the model's arguments that contain images, video or audio."""
-    return [name for name, value in call.items() if isinstance(value, torch.Tensor) and _MODAL.search(name)]
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -77,26 +70,24 @@ def prepare_batch(engine: Engine, call: Call) -> Batch:
     return Batch(sent, host_ids, version, rows, length, segments)
 
 
-def require_supported(batch: Batch, most_rows: int, name: str, takes_images: bool) -> None:
+def require_supported(batch: Batch, most_rows: int, name: str, images: Collection[str]) -> None:
     """Raise StreamingError for inputs that a streamed model would not compute exactly.
 
     Args:
         batch: the call.
         most_rows: rows of a micro-batch.
         name: class of the model.
-        takes_images: images, video and audio are accepted.
+        images: as in `Examined`.
     """
-    modal = modal_inputs(batch.call)
-    if modal and not takes_images:
+    if batch.modal and IMAGES not in images:
         raise StreamingError(
-            f"{modal[0]}: {name} is streamed on text only so far (docs/generated/models.md); leave it out, or stream "
+            f"{batch.modal[0]}: {name} is streamed on text only so far (docs/generated/models.md); leave it out, or stream "
             "with allow_unproven_model=True"
         )
-    # The trial of `RowDims` adds a row of tokens, but not the images that its placeholder tokens stand for; and pixel values
-    # have patches, not rows, in dimension 0.
-    if modal and most_rows < batch.rows:
+    if batch.modal and most_rows < batch.rows and IMAGES_IN_MICRO_BATCHES not in images:
         raise StreamingError(
-            f"{modal[0]} cannot be cut into micro-batches yet; {WHOLE_BATCHES} for images, video and audio"
+            f"{batch.modal[0]}: {name} was not proven with images in micro-batches (docs/generated/models.md); {WHOLE_BATCHES} for images, "
+            "video and audio, or stream with allow_unproven_model=True"
         )
 
 

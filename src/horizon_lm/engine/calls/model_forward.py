@@ -54,12 +54,12 @@ class ModelForward:
         model_class: the model's own class, before it was streamed.
         path: the path from hidden states to the loss in chunks; None for ``head="whole"``.
         is_adapter: the model has PEFT adapters.
-        takes_images: images, video and audio are accepted.
+        images: as in `Examined`.
         renew: called with this object, attaches the model again if PEFT has changed its adapters.
     """
 
     def __init__(
-        self, engine: Engine, model_class: Any, path: ChunkedPath | None, is_adapter: bool, takes_images: bool,
+        self, engine: Engine, model_class: Any, path: ChunkedPath | None, is_adapter: bool, images: frozenset[str],
         renew: Callable[["ModelForward"], None],
     ) -> None:  # fmt: skip
         self.engine, self.is_adapter, self.renew = engine, is_adapter, renew
@@ -78,7 +78,7 @@ class ModelForward:
         self._head, self._dropout, self._merging = LmHead(engine), OuterDropout(engine), MergingLayers(engine)
         self._runner = PassRunner(
             engine, self.blocks, self._tables, self._head,
-            call_model=call_model, model_name=model_class.__name__, takes_images=takes_images,
+            call_model=call_model, model_name=model_class.__name__, images=images,
         )  # fmt: skip
         self._chunked: ChunkedForward | None = None
         if path is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.calls.calls import Call, choose_cache, modal_inputs, prepare_batch, require_supported
+from horizon_lm.engine.calls.calls import Call, choose_cache, prepare_batch, require_supported
 from horizon_lm.engine.calls.pass_orders import PassOrders
 from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.executor import Engine
@@ -38,7 +38,7 @@ class PassRunner:
         blocks, tables, head: the units that the model calls.
         call_model: the model's own forward method.
         model_name: the model's class, for messages.
-        takes_images: images, video and audio are accepted.
+        images: as in `Examined`.
 
     Attributes:
         planner: plans what stays on the device.
@@ -46,11 +46,11 @@ class PassRunner:
 
     def __init__(
         self, engine: Engine, blocks: Blocks, tables: Sequence[StreamedEmbedding], head: LmHead, *,
-        call_model: Callable[..., Any], model_name: str, takes_images: bool,
+        call_model: Callable[..., Any], model_name: str, images: frozenset[str],
     ) -> None:  # fmt: skip
         self._engine, self._blocks, self._tables, self._head = engine, blocks, tables, head
         self._outer, self._orders = OuterParameters(engine), PassOrders(engine, call_model)
-        self._call_model, self._model_name, self._takes_images = call_model, model_name, takes_images
+        self._call_model, self._model_name, self._images = call_model, model_name, images
         self.planner = ResidencyPlanner(engine)
 
     def run(self, calls: list[Call], compute: Compute, may_have_head_grads: bool) -> list[Any]:
@@ -70,7 +70,7 @@ class PassRunner:
         for batch in batches:
             choose_cache(batch.call, recording)
             most_rows = engine.options.rows_at_once(batch.rows)
-            require_supported(batch, most_rows, self._model_name, self._takes_images)
+            require_supported(batch, most_rows, self._model_name, self._images)
         size = self._size_of(batches)
         # Before the pass, not within it: what is planned for a batch already holds in its own step.
         # The code around the blocks is tried only in a model with towers.
@@ -113,7 +113,7 @@ class PassRunner:
             length=max(batch.length for batch in batches),
             tokens_at_once=max(map(self._tokens_at_once, batches)),
             is_masked=any(batch.call.get("attention_mask") is not None for batch in batches),
-            modal=sum(batch.call[name].numel() for batch in batches for name in modal_inputs(batch.call)),
+            modal=sum(batch.call[name].numel() for batch in batches for name in batch.modal),
         )
 
     def _tokens_at_once(self, batch: Batch) -> int:
@@ -151,7 +151,7 @@ class PassRunner:
     def _plan(self, batches: list[Batch], size: BatchSize, order: PassOrder) -> None:
         """Plan what stays on the device. A rehearsal with the largest batch measures one block of each structure."""
         engine = self._engine
-        largest = max(batches, key=lambda batch: (bool(modal_inputs(batch.call)), self._tokens_at_once(batch)))
+        largest = max(batches, key=lambda batch: (bool(batch.modal), self._tokens_at_once(batch)))
         num_micro_batches = len(split_batches([batch.rows for batch in batches], engine.options))
         request = ForwardRequest([largest], recording=False, order=self._orders.of_text(largest))
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.

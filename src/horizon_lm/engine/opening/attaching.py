@@ -107,7 +107,7 @@ def attach(arguments: StreamArguments, examined: Examined, store: Store, before:
     parts.refer_weakly()  # the model owns the engine, which refers to the parts
     renew = partial(_attach_again, arguments)
     # Before the class changes, in which `_horizon` is a property without a setter.
-    model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), examined.takes_images, renew)
+    model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), examined.images, renew)
     if arguments.check_gradients:
         model._horizon.check_gradients(arguments.check_gradients)
     model.__class__ = _streamed_class(cls)

@@ -1,5 +1,6 @@
 """A forward pass of the model, which owns its state from the first copy to its end or failure."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,8 @@ from horizon_lm.model.block_template import comparable
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
 
+_MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -44,6 +47,11 @@ class Batch:
     rows: int
     length: int
     segments: Segments | None
+
+    @property
+    def modal(self) -> list[str]:
+        """The names of the arguments with images, video or audio."""
+        return [name for name, value in self.call.items() if isinstance(value, torch.Tensor) and _MODAL.search(name)]
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -59,8 +59,10 @@ class RowDims:
             ModelNotSupportedError: a shape changes other than by one in one dimension.
         """
         rows, dims = self._engine.forward.num_rows[batch], list[int | None]()
-        for (path, _), tensor, larger in zip(call.paths, call.tensors, self._larger_shapes(index, batch), strict=True):
+        shapes = self._larger_shapes(index, batch)
+        for (path, _), tensor in zip(call.paths, call.tensors, strict=True):
             shape = tensor.shape
+            larger = shapes.get(path, shape)  # an argument with images, which some models hand on to blocks, is not cut
             changed = [dim for dim in range(len(shape)) if shape[dim] != larger[dim]]
             # Exactly one dimension may follow the rows, and by one entry for each row: otherwise a slice would cut a row in two.
             if changed and (len(changed) > 1 or (shape[changed[0]], larger[changed[0]]) != (rows, rows + 1)):
@@ -71,18 +73,24 @@ class RowDims:
             dims.append(changed[0] if changed else None)
         return dims
 
-    def _larger_shapes(self, index: int, batch: int) -> list[torch.Size]:
-        """Run the model's outer code on a batch of the pass with one more row. Return the shapes of the inputs that it gives to a block."""
+    def _larger_shapes(self, index: int, batch: int) -> dict[str, torch.Size]:
+        """Run the model's outer code on a batch of the pass with one more row. Return the shapes of the inputs that it gives to a block, by
+        their places among its arguments.
+        """
         engine, forward, parts = self._engine, self._engine.forward, self._engine.parts
-        rows, arguments = forward.num_rows[batch], Tree(forward.batches[batch].call)
+        # Without images, of which the new row would need its own: blocks get inputs of the same shapes for the tokens that stand for them.
+        left_out = forward.batches[batch].modal
+        given = {name: value for name, value in forward.batches[batch].call.items() if name not in left_out}
+        rows, arguments = forward.num_rows[batch], Tree(given)
         pairs = zip(arguments.paths, arguments.tensors, strict=True)
         call = arguments.rebuild([_repeat_first_row(path, tensor, rows) for (path, _), tensor in pairs])
-        shapes: list[torch.Size] = []
+        shapes: dict[str, torch.Size] = {}
 
         def answer(reached: int, *args: Any, **kwargs: Any) -> Any:
             """Return zeros for an earlier block. At the block itself, take the shapes of its inputs, and end the trial."""
             if reached == index:
-                shapes.extend(t.shape for t in BlockCall(args, kwargs).tensors)
+                found = BlockCall(args, kwargs)
+                shapes.update((path, each.shape) for (path, _), each in zip(found.paths, found.tensors, strict=True))
                 raise TrialDoneError
             return forward.outputs[reached][batch].zeros(rows + 1)
 
