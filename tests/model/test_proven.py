@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING, LlamaForCausalLM, T5Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, T5Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import horizon_lm
@@ -47,16 +47,18 @@ def test_a_type_that_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
         horizon_lm.stream(tiny_models.build("llama"))
 
 
-def test_models_of_images_and_text_are_rejected_with_the_way_to_train_them() -> None:
-    """The commands open causal language models; every other type that the table has with images is streamed from Python."""
+def test_models_of_images_and_text_are_opened_as_such() -> None:
+    """The commands open causal language models, and every other type that the table has with images as a model of images and text."""
     types = [kind for kind, entry in proven._table()["types"].items() if proven.IMAGES in entry["features"]]
     configs = {kind: CONFIG_MAPPING[kind] for kind in types if kind in CONFIG_MAPPING}
     others = {kind: cls for kind, cls in configs.items() if cls not in MODEL_FOR_CAUSAL_LM_MAPPING}
     assert {"qwen2_5_vl", "llava", "internvl"} <= others.keys()
     for kind, cls in others.items():
-        with pytest.raises(ModelNotSupportedError, match=r"from Python: horizon_lm\.stream") as caught:
-            hf_config.require_model(cls(), "the folder", hf_config.auto_class(None))
-        assert proven._table()["types"][kind]["class"] in str(caught.value), kind
+        config = cls()
+        model_class = hf_config.auto_class(None, config)
+        assert hf_config.require_model(config, "the folder", model_class) is config
+        assert model_class._model_mapping[cls].__name__ == proven._table()["types"][kind]["class"], kind
+    assert hf_config.auto_class(None, configs["gemma3"]()) is AutoModelForCausalLM
     with pytest.raises(
         ModelNotSupportedError, match="no causal language model in transformers; Horizon-LM trains decoders"
     ):

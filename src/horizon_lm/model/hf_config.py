@@ -31,8 +31,9 @@ def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
         ConfigError: there is no usable config, or a file of the model is not safe to read.
         ModelNotSupportedError: the config has no model of this class.
     """
-    kind = auto_class(model_class)
-    config = require_model(read_config(folder, trust_remote_code, gguf_file), str(folder), kind)
+    config = read_config(folder, trust_remote_code, gguf_file)
+    kind = auto_class(model_class, config)
+    require_model(config, str(folder), kind)
     if gguf_file is None and has_own_head(folder, config, kind):
         declare_untied(config)
         warn(
@@ -76,20 +77,36 @@ def _own_type_remedy(folder: Path) -> str:
     return f"; transformers has {name} itself: to use it, set model_type: {own_type} in config.json, and remove its auto_map"
 
 
-def auto_class(model_class: Any) -> Any:
-    """Return the class of transformers that builds a model: AutoModelForCausalLM for None.
+def auto_class(model_class: Any, config: Any = None) -> Any:
+    """Return the class of transformers that builds a model. For None, it is AutoModelForCausalLM, or AutoModelForImageTextToText if a
+    config has no causal language model, but a model of images and text.
 
     Raises:
         ConfigError: models of this class are not read from a folder.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+    if model_class is None and _reads_images(config):
+        return AutoModelForImageTextToText
     if model_class not in (None, AutoModelForCausalLM, AutoModelForSequenceClassification):
         raise ConfigError(
             f"model_class is {getattr(model_class, '__name__', model_class)}; use AutoModelForCausalLM or "
             "AutoModelForSequenceClassification, or load the model with transformers and stream() it"
         )
     return model_class or AutoModelForCausalLM
+
+
+def _reads_images(config: Any) -> bool:
+    """Return whether transformers has a model of images and text for a config, and no causal language model."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
+    return not causal and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def saved_class(config: Any) -> Any:
@@ -107,9 +124,10 @@ def _classifier_name(config: Any) -> str:
 
 def require_model(config: Any, place: str, model_class: Any) -> Any:
     """Return a config unchanged; raise ModelNotSupportedError, naming ``place``, if it has no model of this class to train."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
 
@@ -117,12 +135,14 @@ def require_model(config: Any, place: str, model_class: Any) -> Any:
         matrix_codec(quantization, place)  # raises the error of a format that is not decoded
     _reject_hub_kernels(config, place)
     auto_map = getattr(config, "auto_map", None) or {}
-    causal = model_class is AutoModelForCausalLM
-    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if causal else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    causal, mapping = model_class is not AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if causal:
+        reads_text = model_class is AutoModelForCausalLM
+        mapping = MODEL_FOR_CAUSAL_LM_MAPPING if reads_text else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if type(config) not in mapping and model_class.__name__ not in auto_map:
         kind = "causal language model" if causal else "sequence classification model"
         raise ModelNotSupportedError(
-            f"{place}: {config.model_type!r} has no {kind} in transformers{_image_text_remedy(config)}"
+            f"{place}: {config.model_type!r} has no {kind} in transformers; Horizon-LM trains decoders"
         )
     if causal and (name := _classifier_name(config)):
         raise ModelNotSupportedError(
@@ -130,19 +150,6 @@ def require_model(config: Any, place: str, model_class: Any) -> Any:
             "from_pretrained(..., model_class=AutoModelForSequenceClassification)"
         )
     return config
-
-
-def _image_text_remedy(config: Any) -> str:
-    """Return the way to train a model of images and text, whose class is not opened from a folder; empty for other models."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return "; Horizon-LM trains decoders"
-    cls: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    return (
-        f", but {cls.__name__}, a model of images and text; it is trained from Python: "
-        "horizon_lm.stream(AutoModelForImageTextToText.from_pretrained(...))"
-    )
 
 
 def _reject_hub_kernels(config: Any, place: str) -> None:

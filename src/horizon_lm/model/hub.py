@@ -81,7 +81,7 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the network, the hub, or transformers' parsers
         raise _not_found(name, name, error) from error
-    return require_model(config, name, auto_class(None))
+    return require_model(config, name, auto_class(None, config))
 
 
 def require_on_hub(name: str) -> None:

@@ -102,7 +102,7 @@ def _build(config: Any, model_class: Any, limit: int | None, options: dict[str, 
     # Random initialization on the meta device has no effect, but takes most of the time of building a model. Some classes draw
     # parameters by themselves; in transformers they do so on the meta device, which leaves the caller's random state alone.
     with no_init_weights(), parameters_on_meta(limit), torch.random.fork_rng(devices=()):
-        return auto_class(model_class).from_config(config, **{"trust_remote_code": False, **options})
+        return auto_class(model_class, config).from_config(config, **{"trust_remote_code": False, **options})
 
 
 def _buffers_on_meta(model: nn.Module) -> list[str]:
