@@ -32,7 +32,7 @@ saved; a step in the default precision. The other columns are proven one by one:
 
 Sequence classification models, such as reward models, are compared with one label a row; their head is the `score`.
 
-Models of images and text are streamed from Python, with `horizon_lm.stream(model)`; the commands open causal language models and train on text.
+The commands open models of images and text as such if transformers has no causal language model for their type, and train on rows with images; from Python, `horizon_lm.stream(model)` takes all of them.
 
 A type that is not right is rejected, unless `allow_unproven_model=True`. With another version of transformers, a warning says once that a sample was compared there.
 """

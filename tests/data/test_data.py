@@ -301,8 +301,8 @@ def test_system_message() -> None:
         ('{"messages": [{"from": 7, "value": "a"}]}\n', "messages[0].from must be text, but is a number"),
         ('{"conversations": [{"from": "gpt", "value": 7}]}\n', "conversations[0].value must be text, but is a number"),
         (
-            '{"conversations": [{"from": "gpt", "value": [{"type": "image"}]}]}\n',
-            "conversations[0].value has a part of type 'image'",
+            '{"conversations": [{"from": "gpt", "value": [{"type": "video"}]}]}\n',
+            "conversations[0].value has a part of type 'video'",
         ),
         (
             '{"conversations": [{"from": "function_call", "value": "7"}]}\n',
@@ -1147,11 +1147,14 @@ def test_huge_row_is_rejected_before_it_is_tokenized(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a", "images": ["a.png"]}, "field 'images' holds pictures, and only text is supported"),
-        ({"prompt": "a", "completion": "b", "image": {"bytes": "a"}}, "field 'image' holds pictures"),
+        ({"text": "a", "images": ["a.png"]}, "0 placeholders of images, but 1 image for them"),
+        ({"prompt": "<image>a", "completion": "b", "image": {"bytes": "a"}}, "the model reads only text"),
         ({"messages": [USER, ANSWER], "videos": ["a.mp4"]}, "field 'videos' holds films"),
         ({"messages": [USER, ANSWER], "audio": "a.wav"}, "field 'audio' holds sounds"),
-        ({"messages": [{"role": "user", "content": "<image>Who?"}, ANSWER]}, "placeholder <image>, and only text"),
+        (
+            {"messages": [{"role": "user", "content": "<image>Who?"}, ANSWER]},
+            "placeholder <image>, and the row has no image",
+        ),
         ({"messages": [{"role": "user", "content": "Is <image> like <image>?"}, ANSWER]}, "placeholder <image>"),
         (
             {"conversations": [{"from": "human", "value": "What?\n<video>"}, {"from": "gpt", "value": "A."}]},

@@ -37,7 +37,7 @@ class RowFormat:
         return [*dict.fromkeys([*(field for fields in self.required for field in fields), *self.optional])]
 
 
-_WITH_MESSAGES = ("system", "tools", "chat_template_kwargs")
+_WITH_MESSAGES = ("system", "tools", "chat_template_kwargs", "images")
 _WITH_HISTORY = ("history", *_WITH_MESSAGES)
 _WITH_PREFERENCE = ("prompt", "conversations", "instruction", "input", *_WITH_HISTORY)
 FORMATS = (
@@ -47,10 +47,10 @@ FORMATS = (
     RowFormat("prompt_completion", ("sft",), (("prompt", "completion"),), _WITH_MESSAGES),
     RowFormat("alpaca", ("sft",), (("instruction", "output"),), ("input", *_WITH_HISTORY)),
     RowFormat("question_answer", ("sft",), (("question", "answer"),), _WITH_HISTORY),
-    RowFormat("text", ("sft", "pretrain"), (("text",),)),
+    RowFormat("text", ("sft", "pretrain"), (("text",),), ("images",)),
 )
 """A format stands before those whose fields it has, too."""
-OPTIONAL_FIELDS = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that rows may lack
+OPTIONAL_FIELDS = ("input", "system", "history", "tools", "chat_template_kwargs", "images")  # fields that rows may lack
 FIELDS = tuple(dict.fromkeys(field for each in FORMATS for field in each.fields()))
 
 if TYPE_CHECKING:
@@ -188,6 +188,18 @@ class DataSettings(Settings):
     max_length: Count | None = Field(
         1024, description="Maximum number of tokens in a row; longer rows are truncated at the end. null for no limit."
     )
+    image_max_pixels: Count | None = Field(
+        None,
+        description="Pixels to which larger images of rows are scaled down, before the model's processor. Default: no limit.",
+    )
+    image_min_pixels: Count | None = Field(
+        None,
+        description="Pixels to which smaller images of rows are scaled up, before the model's processor. Default: no limit.",
+    )
+    allow_downloads: Annotated[bool, OnResume.FREE, PerMachine()] = Field(
+        False,
+        description="Download images whose addresses (http, https) are in rows, once, into the cache of datasets.",
+    )
     dataset_num_proc: Annotated[Count | None, OnResume.FREE, PerMachine()] = Field(
         None, le=1024, description="Number of processes that tokenize rows; the result is cached. Default: one."
     )
@@ -211,6 +223,13 @@ class DataSettings(Settings):
     def _reject_parts_of_a_row(cls, value: float | None) -> float | None:
         if value is not None and value >= 1 and value != int(value):
             raise ValueError("must be a whole number of rows, or a fraction of them below 1")
+        return value
+
+    @field_validator("image_min_pixels")
+    @classmethod
+    def _reject_empty_range(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value > (info.data.get("image_max_pixels") or value):
+            raise ValueError("is greater than image_max_pixels; lower it")
         return value
 
     @property

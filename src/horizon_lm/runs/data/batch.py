@@ -1,6 +1,7 @@
 """The rows of one step as tensors, which losses read. This needs torch alone."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Batch:
         places: origins of the rows, for messages; empty for a stand-in.
         share: share of the step's rows that this batch has, if the step is dealt to several ranks; 0 for a stand-in.
         num_trained_of_step, places_of_step: number of targets and origins of all rows of such a step.
+        image_inputs: arguments of the model for the images of the rows, in the order of the sequences, such as ``pixel_values``.
     """
 
     input_ids: torch.Tensor
@@ -37,6 +39,7 @@ class Batch:
     share: float = 1.0
     num_trained_of_step: int | None = None
     places_of_step: tuple[str, ...] = ()
+    image_inputs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_stand_in(self) -> bool:
@@ -60,4 +63,4 @@ class Batch:
             "attention_mask": self.attention_mask,
             "position_ids": self.position_ids,
         }
-        return {name: tensor for name, tensor in arguments.items() if tensor is not None}
+        return {name: tensor for name, tensor in arguments.items() if tensor is not None} | dict(self.image_inputs)

@@ -14,10 +14,12 @@ import numpy as np
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.runs.data.answer_spans import USE_MARKS, Span, TemplateStyle, locate_answers, locate_turns
 from horizon_lm.runs.data.conversations import Conversation, Message, RowError, has_content
+from horizon_lm.runs.data.template_contents import TemplateContents
 from horizon_lm.runs.data.template_coverage import RenderedConversation, argument_variants, render_checked
 from horizon_lm.runs.data.template_limits import limit_templates
 from horizon_lm.runs.data.template_syntax import require_syntax
 from horizon_lm.runs.data.trl_compat import training_template, training_template_file
+from horizon_lm.runs.data.vision import Expanded, Vision
 
 
 def with_offsets(tokenizer: Any) -> Any:
@@ -118,6 +120,7 @@ class TokenizedConversation:
         ends: indices of the special tokens that end answers, int (E,); none if an answer lacks one.
         inner: special tokens inside of answers.
         dropped: index of the first message of which the template drops a part; None if it renders all.
+        images: the tokens of each image, as the index of the first one and that behind the last.
     """
 
     ids: np.ndarray
@@ -126,6 +129,7 @@ class TokenizedConversation:
     ends: np.ndarray
     inner: frozenset[int]
     dropped: int | None = None
+    images: Sequence[Span] = ()
 
 
 class ChatRenderer:
@@ -135,12 +139,15 @@ class ChatRenderer:
         tokenizer: a tokenizer of transformers with a chat template.
         use_training_template: use TRL's version of the template with generation marks, if it has one.
         day: the date that templates print (`dated`).
+        vision: the processor of images; None for a model of text.
 
     Raises:
         ConfigError: the tokenizer has no chat template or no character offsets.
     """
 
-    def __init__(self, tokenizer: Any, use_training_template: bool = True, day: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, use_training_template: bool = True, day: str | None = None, vision: Vision | None = None
+    ) -> None:
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template, so conversations cannot be rendered; "
@@ -154,36 +161,39 @@ class ChatRenderer:
         self._special_tokens = tokenizer.convert_ids_to_tokens(self._special_ids.tolist())
         self._styles: dict[str, TemplateStyle] = {}
         self._blank_by_id: dict[int, bool] = {}  # whether a token is whitespace, by its id
+        self._vision, self._contents = vision, TemplateContents(self._tokenizer, self._date_options, vision)
 
-    def render(self, conversation: Conversation) -> TokenizedConversation:
-        """Render a conversation.
+    def render(self, conversation: Conversation, images: Sequence[Any] = ()) -> TokenizedConversation:
+        """Render a conversation. ``images``: the images that it refers to.
 
         Raises:
             RowError: the template rejects the conversation or drops an answer or call, or an answer cannot be located.
         """
         try:
             rendered = render_checked(conversation, self.text)
-            return replace(self._tokenize(conversation, rendered), dropped=rendered.dropped)
+            return replace(self._tokenize(conversation, rendered, images), dropped=rendered.dropped)
         except (RowError, ConfigError):  # a template that exceeds a limit would do so in every row
             raise
         except Exception as error:  # a template is a program and may raise any exception
             raise RowError(f"the chat template rejects this row: {first_line(error)}") from error
 
-    def _tokenize(self, conversation: Conversation, rendered: RenderedConversation) -> TokenizedConversation:
+    def _tokenize(
+        self, conversation: Conversation, rendered: RenderedConversation, images: Sequence[Any]
+    ) -> TokenizedConversation:
         """Return the tokens of a rendered conversation. The assistant's tokens are found by the generation marks of the model's template;
         if it has none, by the marks of TRL's template, if that renders the same text; else by locating the answers in the text.
         """
         if self._has_generation_marks(rendered.conversation):
-            return self._tokenize_with_marks(rendered.conversation, None)
+            return self._tokenize_with_marks(rendered.conversation, None, images)
         # TRL's template may expect tool arguments in a different form from the model's own.
         for variant in argument_variants(conversation) if self._trl_template is not None else ():
             if self._training_template_matches(variant, rendered.text):
-                return self._tokenize_with_marks(variant, self._trl_template)
+                return self._tokenize_with_marks(variant, self._trl_template, images)
         try:
             spans = self._assistant_spans(rendered)
         except RowError as error:
             raise RowError(f"{error}{self._trl_template_hint()}", error.content) from error
-        return self._tokenize_with_spans(rendered.text, spans)
+        return self._tokenize_with_spans(rendered.text, spans, images)
 
     def _assistant_spans(self, rendered: RenderedConversation) -> list[Span]:
         """Return the character spans of the assistant's turns in a rendered conversation, without their end-of-turn tokens."""
@@ -217,7 +227,11 @@ class ChatRenderer:
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
         """Apply the chat template to a conversation with the conversation's own options; ``options`` replace options of the same name."""
         options = {**conversation.template_options, **self._date_options, **options, "tools": conversation.tools}
-        return self._tokenizer.apply_chat_template(conversation.messages, **options)
+        return self._tokenizer.apply_chat_template(self._contents.of(conversation), **options)
+
+    def _expand(self, text: str, images: Sequence[Any]) -> Expanded:
+        """Return a rendered text with all tokens of its images."""
+        return Expanded(text) if self._vision is None else self._vision.expand(text, images)
 
     def _has_generation_marks(self, conversation: Conversation) -> bool:
         """Return whether the template of a conversation has generation marks."""
@@ -225,13 +239,32 @@ class ChatRenderer:
         template = self._tokenizer.get_chat_template(tools=conversation.tools)
         return _GENERATION_MARK.search(template) is not None
 
-    def _tokenize_with_marks(self, conversation: Conversation, template: str | None) -> TokenizedConversation:
+    def _tokenize_with_marks(
+        self, conversation: Conversation, template: str | None, images: Sequence[Any]
+    ) -> TokenizedConversation:
         """Tokenize with a template that marks generated text; None for the model's own template."""
         encoded = self._apply(conversation, chat_template=template, **_WITH_MASK)
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
-        _complete_last_characters(assistant, np.array(encoded["offset_mapping"]))
+        offsets = np.array(encoded["offset_mapping"])
+        _complete_last_characters(assistant, offsets)
         assistant &= ~_empty_answer_mask(assistant, conversation.messages)
-        return self._find_ends(ids, assistant)
+        if not images:
+            return self._find_ends(ids, assistant)
+        # Marked tokens become spans of characters, which are marked again in the text with all tokens of the images.
+        expanded = self._expand(self.text(conversation, chat_template=template), images)
+        spans = [
+            expanded.moved((int(offsets[start, 0]), int(offsets[end - 1, 1]))) for start, end in _parts_of(assistant)
+        ]
+        ids, offsets = self._encode(expanded.text)
+        assistant = np.zeros(len(ids), dtype=bool)
+        for start, end in spans:
+            assistant |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+        return replace(self._find_ends(ids, assistant), images=expanded.token_spans(offsets))
+
+    def _encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens (T,) of a rendered text, and their offsets (T, 2)."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
 
     def _find_ends(self, ids: np.ndarray, assistant: np.ndarray, unended: Iterable[int] = ()) -> TokenizedConversation:
         """Return the tokens of a conversation with the ends of its answers. The end is the last token of an answer that is not whitespace,
@@ -260,12 +293,13 @@ class ChatRenderer:
             self._blank_by_id[token] = not self._tokenizer.decode([token]).strip()
         return self._blank_by_id[token]
 
-    def _tokenize_with_spans(self, text: str, spans: list[Span]) -> TokenizedConversation:
+    def _tokenize_with_spans(self, text: str, spans: list[Span], images: Sequence[Any]) -> TokenizedConversation:
         """Tokenize a rendered text whose answers are given as character spans."""
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
+        expanded = self._expand(text, images)
+        text = expanded.text
+        ids, offsets = self._encode(text)
         assistant, unended = np.zeros(len(ids), dtype=bool), list[int]()
-        for start, end in spans:
+        for start, end in map(expanded.moved, spans):
             inside = (offsets[:, 0] < end) & reaches_behind(start, ids, offsets, self._stripping_ids)
             assistant |= inside
             end_token = self._end_of_turn(text, ids, offsets, end)
@@ -274,7 +308,7 @@ class ChatRenderer:
                 unended.append(0 if last is None else last)
             elif last is not None:
                 assistant[last : end_token + 1] = True  # and spaces between them
-        return self._find_ends(ids, assistant, unended)
+        return replace(self._find_ends(ids, assistant, unended), images=expanded.token_spans(offsets))
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
         """Return the index of the special token that ends a turn, or of EOS right behind it; None unless only spaces are before it."""
@@ -317,6 +351,12 @@ class ChatRenderer:
         opening = prompt_with_opening.removeprefix(prompt) if extends_prompt else ""
         # A thinking block opened by the template is part of the answer, since the model has to generate it.
         return TemplateStyle(_THINKING.sub("", opening), trims)
+
+
+def _parts_of(mask: np.ndarray) -> list[Span]:
+    """Return each part of a mask (T,) as the index of its first token and that behind its last one."""
+    borders = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
+    return list(zip(borders[::2], borders[1::2], strict=True))
 
 
 def _complete_last_characters(assistant: np.ndarray, offsets: np.ndarray) -> None:

@@ -28,6 +28,10 @@ def check_rows(found: Findings, parts: Sequence[Part], tokenizer: Any) -> list[F
             "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text", doubled,
             is_error=True,
         ),
+        Finding(
+            "have an image that max_length cuts", "a model reads whole images only; raise max_length, or lower image_max_pixels if the model "
+            "has fewer tokens for smaller images", flagged[RowFlag.CUT_IMAGE], is_error=True,
+        ),
         without_answer(flagged[RowFlag.NO_ANSWER]),
         cut_before_answer(flagged[RowFlag.CUT_ANSWER]),
         Finding(

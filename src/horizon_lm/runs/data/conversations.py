@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 Message = dict[str, Any]
+PICTURE = "\ufffc"  # the character of Unicode for an object in a text; it stands for an image in texts of a row that has images
+IMAGES = "images"  # key of a message for the references to the images in its content, in their order; None for one of a column
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +21,31 @@ class Conversation:
         tools: JSON schemas of the tools that the assistant may call.
         template_options: further arguments of the chat template, such as ``enable_thinking``.
         num_prompt: number of leading messages that form the prompt; None if the row has no separate prompt.
+        images: references to the images that the contents have `PICTURE` for, in this order.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     num_prompt: int | None = None
+    images: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text to train on from its first token."""
+    """A text to train on from its first token, with the images that it has `PICTURE` for."""
 
     text: str
+    images: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and its completion as text. No chat template is applied."""
+    """A prompt and its completion as text, with the images that they have `PICTURE` for. No chat template is applied."""
 
     prompt: str
     completion: str
+    images: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +82,12 @@ class RowError(Exception):
     Attributes:
         content: the same.
         fault: the message without its content and numbers, which is the same for all rows that have this fault.
+        file: the file or address beside the rows that the error is about, which may be repaired without them; empty for others.
     """
 
     def __init__(self, message: str, content: str = "") -> None:
         super().__init__(message)
+        self.file = ""
         self.content, self.fault = content, re.sub(r"\d+", "0", message.replace(content, "", 1))
 
 
@@ -115,9 +123,10 @@ def _message(entry: Any, where: str) -> Message:
         entry = _convert_sharegpt(entry, where)
     role = entry.get("role")
     _require_role(role, ROLES, f"{where}.role")
-    message: Message = {"role": role, "content": _content(entry, content_place)}
+    content, images = _content(entry, content_place)
+    message: Message = {"role": role, "content": content} | ({IMAGES: images} if images else {})
     for key, value in entry.items():
-        if key in ("role", "content") or value in ("", [], {}):  # 0 and false are also values
+        if key in ("role", "content", IMAGES) or value in ("", [], {}):  # 0 and false are also values
             continue
         if key not in _OPTIONAL_KEYS.get(role, ()):
             raise RowError(f"{where}.{key} is not supported; remove it, or drop the row")
@@ -133,21 +142,50 @@ def _require_role(role: Any, known: Collection[str], where: str) -> None:
         raise RowError(f"{where} is {role!r}; it must be one of {', '.join(known)}")
 
 
-def _content(entry: Mapping[str, Any], where: str) -> str:
-    """Return the content of a message, or the texts in a list of parts joined; raise RowError, naming ``where``, if it is no text."""
+def _content(entry: Mapping[str, Any], where: str) -> tuple[str, list[Any]]:
+    """Return the content of a message, or the texts in a list of parts joined, with `PICTURE` for each image, and references to these.
+
+    Raises:
+        RowError: it is neither text nor images; names ``where``.
+    """
     content = entry.get("content")
     if content is None and entry.get("tool_calls"):
-        return ""
+        return "", []
     if isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content):
-        others = [part.get("type") for part in content if part.get("type") != "text"]
-        if others:
-            raise RowError(f"{where} has a part of type {others[0]!r}; only text is supported")
-        texts = [part.get("text") for part in content]
+        texts, images = [], []
+        for number, part in enumerate(content):
+            kind = part.get("type")
+            if kind in _IMAGE_PARTS:
+                images.append(_reference(part, f"{where}[{number}]"))
+            elif kind != "text":
+                raise RowError(f"{where} has a part of type {kind!r}; only text and images are supported")
+            texts.append(PICTURE if kind in _IMAGE_PARTS else part.get("text"))
         if all(isinstance(text, str) for text in texts):
-            return "".join(texts)
+            return "".join(texts), images
     if not isinstance(content, str):
         raise RowError(f"{where} must be text, but is {describe_type(content)}")
-    return content
+    images = entry.get(IMAGES) or []
+    if not isinstance(images, list) or (
+        images and len(images) != content.count(PICTURE)
+    ):  # unless this message was read before
+        raise RowError(
+            f"{where} has images beside it; write them in the field 'images' of the row, or as parts of the content"
+        )
+    return content, images
+
+
+_IMAGE_PARTS = ("image", "image_url")  # types of parts of messages; the second one is OpenAI's
+
+
+def _reference(part: Mapping[str, Any], where: str) -> Any:
+    """Return the reference in a part of a message, as it is written; None for an image of a column. Raise RowError, naming ``where``, for
+    one that is neither text, bytes nor an object.
+    """
+    names = ("image", "image_url", "url", "path", "bytes", "base64")
+    found = next((part[name] for name in names if part.get(name)), None)
+    if not isinstance(found, str | bytes | Mapping | None):
+        raise RowError(f"{where} must be the path of an image, its bytes or a data URI, but is {describe_type(found)}")
+    return found
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:

@@ -10,12 +10,11 @@ from horizon_lm.runs.config import DatasetConfig
 from horizon_lm.runs.config.datasets import OPTIONAL_FIELDS, RowFormat
 from horizon_lm.runs.data.conversations import Completion, Conversation, Example, Preference, RowError, Text
 from horizon_lm.runs.data.formats import convert, find_format, rename_fields, require_fields
+from horizon_lm.runs.data.row_images import COLUMNS
 
 ROWS_INSPECTED = 1000  # rows of a dataset that are searched for optional and for unused fields
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
-_MEDIA_FIELDS = {
-    "image": "pictures", "images": "pictures", "video": "films", "videos": "films", "audio": "sounds", "audios": "sounds",
-}  # fmt: skip
+_MEDIA_FIELDS = {"video": "films", "videos": "films", "audio": "sounds", "audios": "sounds"}
 _KTO_FIELDS = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
 _ANSWER_FIELDS = ("completion", "messages", "conversations", "output", "answer")
 # A tag of HTML has an end, or is quoted where it is talked about. `<image>` is no tag of HTML, but `<video>` and `<audio>` are,
@@ -70,7 +69,7 @@ class ExampleReader:
         """Return the fields of a row with a value that are not used; none of a row that is no object."""
         if not isinstance(row, Mapping):
             return []
-        used = {*self.row_format.fields(), *self.columns.values()}
+        used = {*self.row_format.fields(), *self.columns.values(), *COLUMNS}
         return [name for name, value in row.items() if value is not None and name not in used]
 
 
@@ -93,11 +92,11 @@ def _num_chars(value: Any) -> int:
 
 
 def _reject_other_rows(row: Mapping[str, Any], objective: str) -> None:
-    """Raise RowError for a row, with renamed fields, that holds pictures, sounds or films, or that is for another objective."""
+    """Raise RowError for a row, with renamed fields, that holds sounds or films, or that is for another objective."""
     for name, kind in _MEDIA_FIELDS.items():
         if row.get(name):
             raise RowError(
-                f"field {name!r} holds {kind}, and only text is supported; drop the row, or remove the field if its text stands alone"
+                f"field {name!r} holds {kind}, and only text and images are supported; drop the row, or remove the field if its text stands alone"
             )
     if objective == "dpo":
         return
@@ -130,8 +129,9 @@ def _reject_placeholders(example: Example) -> None:
         name = next(filter(None, found.groups()))  # of the alternative that matched
         if f"</{name}>" not in text:
             raise RowError(
-                f"the {'text' if is_text else 'prompt'} has the placeholder <{name}>, and only text is supported; drop the "
-                f"row, or write `<{name}>` in backquotes if the tag is meant"
+                f"the {'text' if is_text else 'prompt'} has the placeholder <{name}>, "
+                f"{'and the row has no image for it' if name == 'image' else 'and only text and images are supported'}; "
+                f"drop the row, or write `<{name}>` in backquotes if the tag is meant"
             )
 
 

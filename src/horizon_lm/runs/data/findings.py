@@ -149,8 +149,8 @@ class Findings:
         flags = table.data.column("flags").to_numpy()
         used = chosen[(flags[chosen] & LEFT_OUT) == 0]
         for flag, rows in self.flagged.items():
-            # Truncation and reasons to leave a row out are counted among all chosen rows, other flags among the rows that are used.
-            counted = chosen if flag in LEFT_OUT | RowFlag.TRUNCATED else used
+            # Truncation, its errors and reasons to leave a row out are counted among all chosen rows, other flags among the rows that are used.
+            counted = chosen if flag in LEFT_OUT | RowFlag.TRUNCATED | RowFlag.CUT_IMAGE else used
             rows.add(counted[(flags[counted] & flag) != 0], place)
         return used
 

@@ -1,7 +1,8 @@
 """Read Parquet, Arrow, CSV and text with `datasets`, and datasets of the hub, without obeying what they declare.
 
 Metadata of a file and a card may declare that a column holds pictures, sounds, films or documents, for which `datasets` then
-opens any path and contacts any address. Columns are read as they are stored; those that are declared so are rejected by name.
+opens any path and contacts any address. Columns are read as they are stored; those that are declared as anything but text or pictures are
+rejected by name.
 A card may name the files to read, which are files of its own repository or rejected.
 """
 
@@ -20,6 +21,7 @@ from horizon_lm.runs.data.local_files import RowFiles, encoding_of, not_utf8
 
 _READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others read pickles, images or databases
 _KEPT_TYPES = ("Value", "Json")  # feature types that are stored as they are read, or are parsed from JSON
+_IMAGE_TYPE = "Image"  # a feature type that is stored as bytes and a path, which rows may hold under any declaration
 _SEPARATORS = (",", ";", "\t")  # of CSV; spreadsheets write semicolons where the comma divides decimals
 _MAX_CARD_CHARS, _MAX_CARD_VALUES = 2**20, 2**18  # cards of hundreds of configs have a tenth of both
 _BATCH_ROWS = 1000  # of Parquet; by default, `datasets` takes the size of the first row group, which may be empty
@@ -29,7 +31,7 @@ def read_files(config: DatasetConfig, files: RowFiles, cache: Path) -> Any:
     """Return the rows of local files of one type as a `datasets.Dataset` in a folder of the cache.
 
     Raises:
-        DataError: a file cannot be read, or has columns of something else than text.
+        DataError: a file cannot be read, or has columns of something else than text or images.
     """
     import datasets
 
@@ -54,7 +56,7 @@ def read_files(config: DatasetConfig, files: RowFiles, cache: Path) -> Any:
 
 
 def _reader_options(config: DatasetConfig, files: RowFiles) -> dict[str, Any]:
-    """Return the options of a reader of `datasets` for these files; raise DataError if a column holds something else than text."""
+    """Return the options of a reader of `datasets` for these files; raise DataError if a column holds something else than text or images."""
     options, reader, paths = dict[str, Any](), files.reader, files.paths
     if reader in ("parquet", "arrow"):
         declared = _declared_features(reader, paths)
@@ -75,7 +77,7 @@ def read_hub(config: DatasetConfig) -> Any:
     """Return the rows of a dataset of the hub as a `datasets.Dataset`.
 
     Raises:
-        DataError: it cannot be read, names files elsewhere, or has columns of something else than text.
+        DataError: it cannot be read, names files elsewhere, or has columns of something else than text or images.
     """
     import datasets
 
@@ -264,17 +266,19 @@ def _without_decoding(config: DatasetConfig, table: Any) -> Any:
 
 
 def _require_text(config: DatasetConfig, features: Any) -> None:
-    """Raise DataError if a column is declared as pictures, sounds or the like."""
+    """Raise DataError if a column is declared as sounds, films or the like."""
     for name, feature in features.items():
         kind = _decoded_kind(feature)
         if kind is not None:
             raise DataError(
-                f"{config.path}: column {name!r} has the type {kind}, and only text is supported; remove the column from the files"
+                f"{config.path}: column {name!r} has the type {kind}, and only text and images are supported; remove the column from the files"
             )
 
 
 def _decoded_kind(feature: Any) -> str | None:
-    """Return the name of a type in a feature that `datasets` would decode into something else than plain values; None if there is none."""
+    """Return the name of a type in a feature that `datasets` would decode into something else than plain values or images; None if there is
+    none.
+    """
     parts: list[Any] = []
     if isinstance(feature, dict):
         parts += feature.values()
@@ -284,7 +288,7 @@ def _decoded_kind(feature: Any) -> str | None:
         parts.append(inner)
     if found := next(filter(None, map(_decoded_kind, parts)), None):
         return found
-    is_decoded = hasattr(feature, "decode_example") and type(feature).__name__ not in _KEPT_TYPES
+    is_decoded = hasattr(feature, "decode_example") and type(feature).__name__ not in (*_KEPT_TYPES, _IMAGE_TYPE)
     return type(feature).__name__ if is_decoded else None
 
 

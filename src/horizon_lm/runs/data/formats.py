@@ -20,6 +20,7 @@ from horizon_lm.runs.data.conversations import (
     read_messages,
     validate_messages,
 )
+from horizon_lm.runs.data.row_images import place_in_messages, place_in_text
 from horizon_lm.runs.data.trl_compat import extract_prompt
 
 
@@ -109,7 +110,7 @@ def _text_field(row: Mapping[str, Any], name: str, optional: bool = False) -> st
 
 
 def _from_text(row: Mapping[str, Any]) -> Text:
-    return Text(_text_field(row, "text"))
+    return Text(*place_in_text(row, _text_field(row, "text")))
 
 
 def _from_messages(row: Mapping[str, Any]) -> Conversation:
@@ -253,7 +254,8 @@ def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Comp
         for field, value in (only_with_messages | {"chat_template_kwargs": row.get("chat_template_kwargs")}).items():
             if value:
                 raise RowError(f"field {field!r} is not used with a text prompt; write the prompt as messages")
-        return Completion(prompt, answer)
+        prompt, images = place_in_text(row, prompt)
+        return Completion(prompt, answer, images)
     for field, value in (("prompt", prompt), (name, answer)):
         if not isinstance(value, str | list):
             raise RowError(
@@ -283,7 +285,8 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: i
     if system and first["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system}, *messages]
         num_prompt = None if num_prompt is None else num_prompt + 1
-    return Conversation(validate_messages(messages), _tools(row), dict(options), num_prompt)
+    messages, images = place_in_messages(row, messages)
+    return Conversation(validate_messages(messages), _tools(row), dict(options), num_prompt, images)
 
 
 @cache

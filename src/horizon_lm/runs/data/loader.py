@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,18 @@ def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -
         num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
         num_tokens=sum(len(each.ids) for each in sequences),
         rows=tuple(indices), places=tuple(row.place for row in rows),
+        image_inputs=_image_inputs(rows, input_ids, attention_mask),
     )  # fmt: skip
+
+
+def _image_inputs(rows: Sequence[Row], input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of the model for the images of some rows, in the order of `collate`; none if no row has an image."""
+    numbers = range(len(rows[0].sequences))
+    images = [row.load_images(number) for number in numbers for row in rows]
+    if not any(images):
+        return {}
+    source = next(row.images for row in rows if row.images is not None)
+    return source.inputs(images, input_ids, attention_mask)
 
 
 def _positions(rows: Sequence[Row], shape: tuple[int, int]) -> torch.Tensor:

@@ -35,6 +35,14 @@ def pack_rows(rows: TokenTable, strategy: str | None, length: int | None) -> tup
     return TokenTable(parts), lost
 
 
+def with_images(rows: TokenTable) -> ExampleCounts:
+    """Return the rows that have images."""
+    found = ExampleCounts()
+    for part in rows.parts:
+        found.add(part.indices[part.with_images[part.indices]], part.place)
+    return found
+
+
 def _pack(part: Part, strategy: str, length: int) -> Part:
     """Pack the rows in use of a part into rows of at most ``length`` tokens by TRL's ``strategy``, a batch of rows at a time."""
     batch_size = max(1, min(1000, int(_TOKENS_PER_BATCH / max(1.0, float(part.lengths.mean())))))

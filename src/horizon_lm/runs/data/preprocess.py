@@ -12,11 +12,14 @@ from horizon_lm.runs.data.checks import check_rows
 from horizon_lm.runs.data.conversations import RowError
 from horizon_lm.runs.data.examples import ROWS_INSPECTED, ExampleReader
 from horizon_lm.runs.data.findings import Finding, Findings
+from horizon_lm.runs.data.image_files import ImageFiles
+from horizon_lm.runs.data.loaded_images import ImagesOfRows
 from horizon_lm.runs.data.sources import open_source
 from horizon_lm.runs.data.table_cache import progress_bars
 from horizon_lm.runs.data.token_dataset import Part, TokenTable
 from horizon_lm.runs.data.tokenize import ExampleTokenizer
 from horizon_lm.runs.data.tokenized_table import tokenize_source
+from horizon_lm.runs.data.vision import Pictures, Vision
 from horizon_lm.runs.data.workers import ending_with_us
 
 
@@ -31,6 +34,7 @@ class PreprocessConfig:
         seed: seed for sampling a fraction of the rows.
         day: the date that chat templates print; None for today's.
         chat_template: where the chat template is from, for messages; None for the model's own.
+        allow_downloads: download images whose addresses are in rows.
     """
 
     objective: str
@@ -41,6 +45,7 @@ class PreprocessConfig:
     seed: int = 0
     day: str | None = None
     chat_template: str | None = None
+    allow_downloads: bool = False
 
     @property
     def row_limit(self) -> int | None:
@@ -70,6 +75,7 @@ def prepare(
     tokenizer: Any,
     options: PreprocessConfig,
     chosen: Sequence[np.ndarray] | None = None,
+    vision: Vision | None = None,
 ) -> Report:
     """Read, tokenize and truncate the rows of some datasets, and leave out those that cannot be trained on.
 
@@ -78,9 +84,10 @@ def prepare(
         tokenizer: the model's tokenizer.
         options: settings of the run.
         chosen: the indices of the rows of each dataset that are to be used; None for those that the datasets select.
+        vision: the processor of images; None for a model of text.
 
     Raises:
-        ConfigError: the rows need a chat template, character offsets or TRL, which are missing.
+        ConfigError: the rows need a chat template, character offsets, TRL, pillow or a processor of images, which are missing.
         DataError: files or rows are invalid.
     """
     found, parts, num_read = Findings(), list[Part](), 0
@@ -93,10 +100,15 @@ def prepare(
                 found.add_invalid([(0, error.fault, str(error))], source.place)
                 continue
             found.add_unused([reader.unused_fields(row) for row in source.first_rows(ROWS_INSPECTED)], source.place)
-            examples = ExampleTokenizer(tokenizer, options.train_on, options.row_limit, options.day or today())
+            files = ImageFiles.beside(config.path, options.allow_downloads)
+            pictures = None if vision is None else Pictures(vision, files)
+            day = options.day or today()
+            examples = ExampleTokenizer(tokenizer, options.train_on, options.row_limit, day, pictures)
             table = tokenize_source(source, reader, examples, options.num_proc)
             indices = source.sample(options.seed) if chosen is None else chosen[number]
-            parts.append(Part(table, source.place, found.add_table(table, indices, source.place), config.weight))
+            images = None if pictures is None else ImagesOfRows(source, reader, pictures)
+            used = found.add_table(table, indices, source.place)
+            parts.append(Part(table, source.place, used, config.weight, images))
             num_read += len(indices)
     found.reject_invalid(options.chat_template)
     return Report(TokenTable(parts), num_read, found, check_rows(found, parts, tokenizer))

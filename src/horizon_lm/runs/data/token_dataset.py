@@ -10,8 +10,10 @@ from typing import Any, overload
 import numpy as np
 import xxhash
 
+from horizon_lm.runs.data.loaded_images import ImagesOfRows
 from horizon_lm.runs.data.table_cache import digest
-from horizon_lm.runs.data.tokenize import Tokens
+from horizon_lm.runs.data.tokenize import TokenImage, Tokens
+from horizon_lm.runs.data.tokenized_table import IMAGE_COLUMNS
 
 _MAX_TYPED = (
     0.01  # occurrences of an end token inside of answers, for each at an end, that somebody may have typed into texts
@@ -26,11 +28,20 @@ class Row:
         sequences: the tokenized sequences.
         segments: lengths of the rows in a packed row; None for other rows.
         place: origin of the row, for messages.
+        index: index of the row in its dataset.
+        images: the images of its dataset; None if these cannot be loaded.
     """
 
     sequences: Sequence[Tokens]
     segments: Sequence[int] | None
     place: str
+    index: int = 0
+    images: ImagesOfRows | None = None
+
+    def load_images(self, sequence: int) -> list[Any]:
+        """Return the images of a sequence, in the order of their tokens; raise DataError if they are not those that were tokenized."""
+        expected = self.sequences[sequence].images
+        return [] if self.images is None else self.images.load(self.index, sequence, expected)
 
     def __len__(self) -> int:
         """Return the number of tokens in the longest sequence."""
@@ -142,10 +153,14 @@ class Part:
         place: function from the index of a row to its origin.
         indices: indices of the rows in use.
         weight: number of times that each row is used in an epoch.
+        images: the images of the rows; None if they have none, or the rows are packed.
     """
 
-    def __init__(self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0) -> None:
-        self.table, self._place, self.indices, self.weight = table, place, indices, weight
+    def __init__(
+        self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0,
+        images: ImagesOfRows | None = None,
+    ) -> None:  # fmt: skip
+        self.table, self._place, self.indices, self.weight, self._images = table, place, indices, weight, images
         self._hashes: dict[int | None, np.ndarray] = {}  # by the length that `row_hashes` was asked for
         # Lengths of sequences, (sequences of a row, rows); then of a row its longest sequence, and all of them.
         lengths = np.stack([_list_lengths(table.data.column(name)) for name in self._id_columns])
@@ -185,7 +200,39 @@ class Part:
                 content.update(np.ascontiguousarray(lengths, np.int64).data)
             for chunk in chunks:
                 content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
+        if self.with_images.any():
+            content.update("".join(self._image_hashes).encode())
         return content.hexdigest()
+
+    @cached_property
+    def _image_hashes(self) -> list[str]:
+        """The hashes of the images of each row of the table, joined."""
+        joined = [""] * len(self.lengths)
+        for name in IMAGE_COLUMNS if self.with_images.any() else ():
+            if name in self.table.column_names:
+                hashes = (values for chunk in self.table.data.column(name).chunks for values in _hashes_of_rows(chunk))
+                joined = [f"{before}{' '.join(values)};" for before, values in zip(joined, hashes, strict=True)]
+        return joined
+
+    @cached_property
+    def with_images(self) -> np.ndarray:
+        """The mask (n,) of the rows of the table that have images."""
+        names = [name for name in IMAGE_COLUMNS if name in self.table.column_names]
+        counts = [_list_lengths(self.table.data.column(name)) for name in names]
+        return np.sum(counts, axis=0) > 0 if counts else np.zeros(len(self.lengths), dtype=bool)
+
+    def image_sizes(self) -> np.ndarray:
+        """Return the number of tokens of each image in the rows in use, int (n,)."""
+        sizes, used = [np.zeros(0, dtype=np.int64)], np.zeros(len(self.lengths), dtype=bool)
+        used[self.indices] = True
+        for name in (name for name in IMAGE_COLUMNS if name in self.table.column_names):
+            start = 0  # of the chunk, in the table
+            for chunk in self.table.data.column(name).chunks:
+                counts, images = chunk.value_lengths().to_numpy(), chunk.flatten()
+                of_image = images.field("end").to_numpy() - images.field("start").to_numpy()
+                sizes.append(of_image[np.repeat(used[start : start + len(chunk)], counts)])
+                start += len(chunk)
+        return np.concatenate(sizes)
 
     @property
     def longest(self) -> np.ndarray:
@@ -201,7 +248,7 @@ class Part:
 
     def select(self, indices: np.ndarray) -> "Part":
         """Return a part with a different set of rows in use."""
-        return Part(self.table, self._place, indices, self.weight)
+        return Part(self.table, self._place, indices, self.weight, self._images)
 
     def row(self, index: int) -> Row:
         """Return the row at an index of the table."""
@@ -211,9 +258,18 @@ class Part:
             return np.array(entry.column(name)[0].values.to_numpy(zero_copy_only=False))
 
         masks = ("trained", "rejected_trained")
-        sequences = [Tokens(values(ids), values(mask)) for ids, mask in zip(self._id_columns, masks, strict=False)]
+
+        def images(name: str) -> list[TokenImage]:
+            return (
+                [TokenImage(**image) for image in entry.column(name)[0].as_py()] if name in entry.column_names else []
+            )
+
+        sequences = [
+            Tokens(values(ids), values(mask), images=images(column))
+            for ids, mask, column in zip(self._id_columns, masks, IMAGE_COLUMNS, strict=False)
+        ]
         segments = values("seq_lengths").tolist() if "seq_lengths" in entry.column_names else None
-        return Row(sequences, segments, self._place(index))
+        return Row(sequences, segments, self._place(index), index, self._images)
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """Yield the rows in use, a chunk of the table at a time: their indices (n,), ends (n,), tokens (t,) and target masks (t,).
@@ -253,6 +309,7 @@ class Part:
                 for row in np.flatnonzero(used[start : start + len(chunk)]):
                     tokens = ids[bounds[row] : bounds[row + 1]][:length]
                     content = hashes[start + row].tobytes() + tokens.tobytes()  # with the hash of the row so far
+                    content += self._image_hashes[start + row].encode()  # whose tokens are the same for all images
                     hashes[start + row] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
                 start += len(chunk)
         return hashes[self.indices]
@@ -266,6 +323,14 @@ class Part:
         for name in self._id_columns:
             for chunk in self.table.data.column(name).chunks:
                 yield chunk.flatten().to_numpy(zero_copy_only=False)
+
+
+def _hashes_of_rows(images: Any) -> Iterator[list[str]]:
+    """Yield the hashes of the images of each row, given a chunk of a column of images."""
+    hashes, start = images.flatten().field("hash").to_pylist(), 0
+    for length in images.value_lengths().to_pylist():
+        yield hashes[start : start + length]
+        start += length
 
 
 def _list_lengths(column: Any) -> np.ndarray:

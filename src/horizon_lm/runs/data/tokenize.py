@@ -33,6 +33,8 @@ from horizon_lm.runs.data.conversations import (
     has_text,
 )
 from horizon_lm.runs.data.table_cache import digest
+from horizon_lm.runs.data.template_contents import TemplateContents
+from horizon_lm.runs.data.vision import Expanded, LoadedImage, Pictures
 
 
 class RowFlag(IntFlag):
@@ -50,11 +52,32 @@ class RowFlag(IntFlag):
     NO_ANSWER = 512  # no target, or no text, completion or answer but whitespace
     SAME_ANSWERS = 1024  # of a preference
     CUT_ANSWER = 2048  # as NO_ANSWER, but by truncation
+    CUT_IMAGE = 4096  # by truncation, with which the row cannot be used
 
 
 REASONS = (RowFlag.NO_ANSWER, RowFlag.CUT_ANSWER, RowFlag.SAME_ANSWERS)
 LEFT_OUT = reduce(or_, REASONS)  # rows with one of these are not used
 _NO_FLAGS, _NO_ENDS = RowFlag(0), np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenImage:
+    """An image in a tokenized sequence.
+
+    Attributes:
+        start, end: the index of its first token, and that behind its last one.
+        hash: a hash of the encoded image and of how it is processed.
+        file: the file that it was read from; empty if it is in the row.
+        state: size and time of the file.
+        name: its name in messages.
+    """
+
+    start: int
+    end: int
+    hash: str
+    file: str
+    state: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +90,7 @@ class Tokens:
         flags: facts to report.
         ends: indices of the special tokens that end answers, int (E,).
         inner: special tokens inside of answers.
+        images: the images in it, in the order of their tokens.
     """
 
     ids: np.ndarray
@@ -74,6 +98,7 @@ class Tokens:
     flags: RowFlag = _NO_FLAGS
     ends: np.ndarray = field(default_factory=lambda: _NO_ENDS)
     inner: frozenset[int] = frozenset()
+    images: Sequence[TokenImage] = ()
 
     @property
     def num_targets(self) -> int:
@@ -137,15 +162,20 @@ class ExampleTokenizer:
             of a prompt, and all tokens of a text.
         max_length: length to which sequences are truncated, or None.
         day: the date that chat templates print; None for that of the clock.
+        pictures: the images of the rows; None for a model of text, with which rows with images are rejected.
 
     Attributes:
         dependencies: all that tokens depend on besides the rows, as JSON-like values.
     """
 
-    def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None, day: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, train_on: str | None, max_length: int | None, day: str | None = None,
+        pictures: Pictures | None = None,
+    ) -> None:  # fmt: skip
         self._tokenizer, self._train_on, self._max_length = with_offsets(tokenizer), train_on, max_length
-        self._day = day
-        self.dependencies = [train_on, max_length, origin(tokenizer, day or today())]
+        self._day, self._pictures = day, pictures
+        self.dependencies: list[Any] = [train_on, max_length, origin(tokenizer, day or today())]
+        self.dependencies += [] if pictures is None else [pictures.vision.dependencies, pictures.files.allow_downloads]
         self._renderer: ChatRenderer | None = None
         self._stripping_ids = stripping_ids(tokenizer)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
@@ -174,16 +204,22 @@ class ExampleTokenizer:
         """Return the tokens of a text, all of them targets; raise RowError if ``train_on`` asks for a part of it."""
         if self._train_on in ("assistant", "completion"):
             raise RowError(f"a text has no prompt or assistant for train_on: {self._train_on}; remove train_on")
-        ids = np.array(self._tokenizer(self._with_eos(example.text))["input_ids"], dtype=np.int32)
+        images = self._load(example)
+        expanded = self._expand(self._with_eos(example.text), images)
+        encoded = self._tokenizer(expanded.text, return_offsets_mapping=bool(images))
+        ids = np.array(encoded["input_ids"], dtype=np.int32)
         trained = np.ones(len(ids), dtype=bool)
         flags = _flag_if(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
-        return self._truncated(ids, trained, trained, flags | _flag_if(RowFlag.NO_ANSWER, not has_answer(example)))
+        flags |= _flag_if(RowFlag.NO_ANSWER, not has_answer(example))
+        places = expanded.token_spans(np.array(encoded["offset_mapping"])) if images else []
+        return self._truncated(ids, trained, trained, flags, images=_token_images(images, places))
 
     def _tokenize_answer(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
         """Return the tokens of a prompt and its answer. ``train_on`` None: train the completion, or the assistant's tokens without one."""
         if isinstance(example, Completion):
             return self._tokenize_completion(example, train_on)
-        rendered = self.renderer.render(example)
+        images = self._load(example)
+        rendered = self.renderer.render(example, [each.pixels for each in images])
         default = "assistant" if example.num_prompt is None else "completion"
         trained = _TARGET_MASKS[train_on or default](rendered.assistant, example)
         messages = self._kept_messages(example, rendered)
@@ -197,7 +233,8 @@ class ExampleTokenizer:
             | _flag_if(RowFlag.NO_ANSWER, not has_answer(example) or not rendered.assistant.any())
         )
         ids, answer = rendered.ids.astype(np.int32), trained & rendered.assistant
-        return self._truncated(ids, trained, answer, flags, rendered.ends, rendered.inner)
+        found = _token_images(images, rendered.images)
+        return self._truncated(ids, trained, answer, flags, rendered.ends, rendered.inner, found)
 
     def _keeps(self, index: int) -> bool:
         """Return whether truncation keeps the token at an index."""
@@ -205,7 +242,7 @@ class ExampleTokenizer:
 
     def _truncated(
         self, ids: np.ndarray, trained: np.ndarray, answer: np.ndarray, flags: RowFlag, ends: np.ndarray = _NO_ENDS,
-        inner: frozenset[int] = frozenset(),
+        inner: frozenset[int] = frozenset(), images: Sequence[TokenImage] = (),
     ) -> Tokens:  # fmt: skip
         """Return the tokens that truncation keeps, with the flags that follow from what is lost.
 
@@ -213,10 +250,15 @@ class ExampleTokenizer:
             ids, trained: the sequence, shape (T,).
             answer: mask of the text, the completion or the answers that are trained on, bool (T,).
             flags: flags that truncation does not change.
-            ends, inner: as in `Tokens`.
+            ends, inner, images: as in `Tokens`.
         """
+        self._require_images(ids, images)
         length = self._max_length
-        kept = Tokens(ids[:length], trained[:length], ends=ends if length is None else ends[ends < length], inner=inner)
+        for image in images:  # which are read, and never written
+            trained[image.start : image.end] = False
+        ends = ends if length is None else ends[ends < length]
+        kept = Tokens(ids[:length], trained[:length], ends=ends, inner=inner, images=images)
+        flags |= _flag_if(RowFlag.CUT_IMAGE, not all(self._keeps(image.end - 1) for image in images))
         flags |= _flag_if(RowFlag.NO_ANSWER, not trained[1:].any())
         if not self._keeps(len(ids) - 1):
             flags |= RowFlag.TRUNCATED | _flag_if(RowFlag.LOST_TARGETS, trained[length:].any())
@@ -252,19 +294,52 @@ class ExampleTokenizer:
     def renderer(self) -> ChatRenderer:
         """The conversation renderer, created on first use because not all rows need a chat template."""
         if self._renderer is None:
-            self._renderer = ChatRenderer(self._tokenizer, day=self._day)
+            vision = None if self._pictures is None else self._pictures.vision
+            self._renderer = ChatRenderer(self._tokenizer, day=self._day, vision=vision)
         return self._renderer
+
+    def _load(self, example: Conversation | Completion | Text) -> list[LoadedImage]:
+        """Return the images of an example; raise RowError if one cannot be read, or the model reads none."""
+        if not example.images:
+            return []
+        if self._pictures is None:
+            raise RowError(
+                "the row has an image, and the model reads only text; use a model of images and text, or drop the row"
+            )
+        return self._pictures.load(example.images)
+
+    def _expand(self, text: str, images: Sequence[LoadedImage]) -> Expanded:
+        """Return a text that no template renders with all tokens of its images."""
+        if not images:
+            return Expanded(text)
+        assert self._pictures is not None
+        vision = self._pictures.vision
+        text = TemplateContents(self._tokenizer, {}, vision).place_in_text(text)
+        return vision.expand(text, [each.pixels for each in images])
+
+    def _require_images(self, ids: np.ndarray, images: Sequence[TokenImage]) -> None:
+        """Raise RowError if tokens (T,) that the model reads as images stand for none, as in a text that is about such a token."""
+        if self._pictures is None:
+            return
+        is_image = np.isin(ids, self._pictures.vision.token_ids)
+        for image in images:
+            is_image[image.start : image.end] = False
+        if is_image.any():
+            token = self._tokenizer.convert_ids_to_tokens(int(ids[is_image][0]))
+            raise RowError(f"a text has the token {token}, which the model reads as an image; write it differently")
 
     def _tokenize_completion(self, example: Completion, train_on: str | None) -> Tokens:
         """Return the tokens of a prompt and a completion that are plain text, which no template renders."""
         if train_on == "assistant":
             raise RowError("a prompt and completion in text have no assistant tokens; use train_on: completion")
-        text = self._with_eos(example.prompt + example.completion)
-        encoded = self._tokenizer(text, return_offsets_mapping=True)
+        images = self._load(example)
+        expanded = self._expand(example.prompt, images)
+        prompt = expanded.text
+        encoded = self._tokenizer(self._with_eos(prompt + example.completion), return_offsets_mapping=True)
         ids = np.array(encoded["input_ids"], dtype=np.int32)
         # A token that spans both belongs to the completion, and so do all after it, such as those that the tokenizer appends.
         offsets = np.array(encoded["offset_mapping"])
-        completion = np.cumsum(reaches_behind(len(example.prompt), ids, offsets, self._stripping_ids)) > 0
+        completion = np.cumsum(reaches_behind(len(prompt), ids, offsets, self._stripping_ids)) > 0
         trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
         eos_id = self._tokenizer.eos_token_id
         flags = (
@@ -273,12 +348,21 @@ class ExampleTokenizer:
             | _flag_if(RowFlag.BLANK, not has_text(example.prompt))
             | _flag_if(RowFlag.NO_ANSWER, not has_answer(example))
         )
-        return self._truncated(ids, trained, completion, flags, np.flatnonzero(ids == eos_id)[-1:])
+        found = _token_images(images, expanded.token_spans(offsets))
+        return self._truncated(ids, trained, completion, flags, np.flatnonzero(ids == eos_id)[-1:], images=found)
 
     def _with_eos(self, text: str) -> str:
         """Return a text that ends with the tokenizer's end-of-sequence token, if it has one."""
         end = self._tokenizer.eos_token
         return text if end is None or text.endswith(end) else text + end
+
+
+def _token_images(images: Sequence[LoadedImage], places: Sequence[tuple[int, int]]) -> list[TokenImage]:
+    """Return the images of a sequence with their tokens, which are at ``places``."""
+    return [
+        TokenImage(start, end, each.hash, each.file, each.state, each.name)
+        for each, (start, end) in zip(images, places, strict=True)
+    ]
 
 
 def _part_starts(mask: np.ndarray) -> np.ndarray:

@@ -1,7 +1,10 @@
 """Tokenize the rows of a dataset to a table on disk, cached by everything that the tokens depend on."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from functools import partial
+from pathlib import Path
+from time import time_ns
 from typing import Any
 
 import numpy as np
@@ -10,12 +13,16 @@ from horizon_lm.common.visible import visible
 from horizon_lm.errors import DataError
 from horizon_lm.runs.data.conversations import RowError
 from horizon_lm.runs.data.examples import ExampleReader
+from horizon_lm.runs.data.image_files import is_address
 from horizon_lm.runs.data.sources import Source
 from horizon_lm.runs.data.table_cache import cannot_be_cached, digest, map_cached
-from horizon_lm.runs.data.tokenize import ExampleTokenizer, Tokens, flags_of_row
+from horizon_lm.runs.data.tokenize import ExampleTokenizer, TokenImage, Tokens, flags_of_row
+from horizon_lm.runs.data.vision import file_state
 
+IMAGE_COLUMNS = ("images", "rejected_images")  # for the images of each sequence of a row
+_UNKNOWN = "unknown"  # state of an address that could not be downloaded, which is tried again each time
 FAULT, PROBLEM = "fault", "problem"  # columns for an invalid row: the kind of its error, and the message
-_CACHE_VERSION = 15  # version of the cached tables; increase it when their content changes
+_CACHE_VERSION = 16  # version of the cached tables; increase it when their content changes
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 
 
@@ -35,15 +42,31 @@ def tokenize_source(source: Source, reader: ExampleReader, tokenizer: ExampleTok
         _CACHE_VERSION, source.fingerprint, source.config.columns, reader.row_format.name, reader.objective,
         *tokenizer.dependencies,
     )  # fmt: skip
-    tokenize = partial(_tokenize_rows, decode=source.decode, reader=reader, tokenizer=tokenizer)
+    tokenize = partial(
+        map_cached, source.table, partial(_tokenize_rows, decode=source.decode, reader=reader, tokenizer=tokenizer),
+        batch_size=_rows_per_batch(source.table), num_proc=num_proc, remove_columns=source.table.column_names,
+        features=_token_features(reader.objective), load_from_cache_file=True,
+        desc=visible(f"tokenizing {source.config.path}"),
+    )  # fmt: skip
     try:
-        return map_cached(
-            source.table, tokenize, fingerprint, batch_size=_rows_per_batch(source.table), num_proc=num_proc,
-            remove_columns=source.table.column_names, features=_token_features(reader.objective), load_from_cache_file=True,
-            desc=visible(f"tokenizing {source.config.path}"),
-        )  # fmt: skip
+        table = tokenize(fingerprint=fingerprint)
+        # The fingerprint knows the files of rows alone. If files of images have changed since, the rows are tokenized again.
+        changed = _changed_files(table)
+        return tokenize(fingerprint=digest(fingerprint, changed)) if changed else table
     except OSError as error:
         raise DataError(f"{source.config.path}: {cannot_be_cached(error)}") from error
+
+
+def _changed_files(table: Any) -> dict[str, str]:
+    """Return the present state of the images of a token table, by their files, if some have changed; otherwise an empty dictionary."""
+    then: dict[str, str] = {}
+    for name in (name for name in IMAGE_COLUMNS if name in table.column_names):
+        for chunk in table.data.column(name).chunks:
+            images = chunk.flatten()
+            then.update(zip(images.field("file").to_pylist(), images.field("state").to_pylist(), strict=True))
+    then.pop("", None)  # of images in the rows
+    now = {file: str(time_ns()) if state == _UNKNOWN else file_state(Path(file)) for file, state in then.items()}
+    return {} if now == then else now
 
 
 def _rows_per_batch(table: Any) -> int:
@@ -61,15 +84,16 @@ def _token_features(objective: str) -> Any:
         "ends": List(Value("int32")),
         "inner": List(Value("int32")),
     }
-    for ids, trained in _sequence_columns(objective):
-        types |= {ids: List(Value("int32")), trained: List(Value("bool"))}
+    image = {field.name: Value("int32" if field.type is int else "string") for field in fields(TokenImage)}
+    for ids, trained, images in _sequence_columns(objective):
+        types |= {ids: List(Value("int32")), trained: List(Value("bool")), images: List(image)}
     return Features(types | {FAULT: Value("string"), PROBLEM: Value("string")})
 
 
-def _sequence_columns(objective: str) -> list[tuple[str, str]]:
-    """Return the columns of the token ids and of the target mask of each sequence of a row, as pairs."""
-    columns = [("input_ids", "trained")]
-    return [*columns, ("rejected_ids", "rejected_trained")] if objective == "dpo" else columns
+def _sequence_columns(objective: str) -> list[tuple[str, str, str]]:
+    """Return the columns of the token ids, of the target mask and of the images of each sequence of a row."""
+    columns = [("input_ids", "trained", "images"), ("rejected_ids", "rejected_trained", "rejected_images")]
+    return columns if objective == "dpo" else columns[:1]
 
 
 def _tokenize_rows(
@@ -90,11 +114,17 @@ def _tokenize_rows(
         try:
             rows.append(_table_row(tokenizer.tokenize(reader.read(row)), names))
         except RowError as error:
-            rows.append(_table_row(nothing, names) | {FAULT: error.fault, PROBLEM: str(error)})
+            failed = {names[0][-1]: [asdict(_failed_image(error.file))]} if error.file else {}
+            rows.append(_table_row(nothing, names) | failed | {FAULT: error.fault, PROBLEM: str(error)})
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _table_row(sequences: Sequence[Tokens], names: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def _failed_image(place: str) -> TokenImage:
+    """Return an image without tokens that stands for a file or an address in the table, so that rows are tokenized again once it changes."""
+    return TokenImage(0, 0, "", place, _UNKNOWN if is_address(place) else file_state(Path(place)), place)
+
+
+def _table_row(sequences: Sequence[Tokens], names: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
     """Return a row of the token table by columns. ``names``: the columns of each of its sequences (`_sequence_columns`)."""
     row: dict[str, Any] = {
         "num_targets": sum(tokens.num_targets for tokens in sequences),
@@ -104,6 +134,6 @@ def _table_row(sequences: Sequence[Tokens], names: Sequence[tuple[str, str]]) ->
         FAULT: None,
         PROBLEM: None,
     }
-    for tokens, (ids, trained) in zip(sequences, names, strict=True):
-        row |= {ids: tokens.ids, trained: tokens.trained}
+    for tokens, (ids, trained, images) in zip(sequences, names, strict=True):
+        row |= {ids: tokens.ids, trained: tokens.trained, images: [asdict(image) for image in tokens.images]}
     return row

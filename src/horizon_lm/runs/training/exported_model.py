@@ -13,12 +13,15 @@ from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, convert_weights, share_weights
 from horizon_lm.model.generation import write_generation_config
 from horizon_lm.runs.config import RunConfig
+from horizon_lm.runs.data.vision import Vision
 from horizon_lm.runs.training.output_folder import output_folder
 from horizon_lm.runs.training.run import RunResult
 from horizon_lm.runs.training.run_dir import RunDir
 
 
-def write_model(run_dir: RunDir, model: Any, tokenizer: Any, target: Path, dtype: str | None) -> str:
+def write_model(
+    run_dir: RunDir, model: Any, tokenizer: Any, target: Path, dtype: str | None, vision: Vision | None = None
+) -> str:
     """Write a model. The folder gets its name once it is complete and durable; only then is an old one of the run deleted.
 
     All ranks call this, because each has a part of the weights. The folder is written by the first one: what libraries write on
@@ -29,6 +32,7 @@ def write_model(run_dir: RunDir, model: Any, tokenizer: Any, target: Path, dtype
         model, tokenizer: the contents of the folder.
         target: the folder.
         dtype: the name of the dtype of the weights; None for the model's own.
+        vision: the processor of images, whose files are copied; None for a model of text.
 
     Returns:
         A line about files that are not of the run and had the name of the folder; empty if there are none.
@@ -51,6 +55,8 @@ def write_model(run_dir: RunDir, model: Any, tokenizer: Any, target: Path, dtype
                 if (new.part / ADAPTER_CONFIG).is_file():  # PEFT writes none
                     write_generation_config(model.generation_config, new.part)
                 tokenizer.save_pretrained(new.part)
+                if vision is not None:
+                    vision.copy_files(new.part)
                 new.publish()
             else:
                 new.discard()

@@ -21,6 +21,7 @@ from horizon_lm.errors import (
 )
 from horizon_lm.runs.checkpoints.saving import RateLimit, Saving
 from horizon_lm.runs.config import RunConfig
+from horizon_lm.runs.data.vision import Vision
 from horizon_lm.runs.training.exported_model import write_model
 from horizon_lm.runs.training.run_dir import RunDir
 from horizon_lm.runs.training.run_state import ResumePoint
@@ -49,7 +50,7 @@ class Keeper:
     Args:
         config: settings of the run.
         run_dir: its folder, which knows the second place.
-        model, tokenizer: the contents of an exported model.
+        model, tokenizer, vision: the contents of an exported model.
         write_checkpoint: writes the checkpoint of a step, given a folder, the step and options of `save_checkpoint`.
         report: prints a line for people.
         requested: returns the name of the signal that has arrived; empty if there was none.
@@ -70,6 +71,7 @@ class Keeper:
     report: Callable[[str], None]
     requested: Callable[[], str]
     point: ResumePoint | None = None
+    vision: Vision | None = None
 
     def __post_init__(self) -> None:
         self.exports = StepFolders(self.run_dir, self.config.save_total_limit)
@@ -253,7 +255,9 @@ class Keeper:
 
     def _write_model(self, target: Path) -> None:
         """Write the model into a folder, and print a line about files that had its name."""
-        if line := write_model(self.run_dir, self.model, self.tokenizer, target, self.config.exported_dtype):
+        if line := write_model(
+            self.run_dir, self.model, self.tokenizer, target, self.config.exported_dtype, self.vision
+        ):
             self.report(line)
 
     def _leave_checkpoint(self, step: int) -> Path | None:

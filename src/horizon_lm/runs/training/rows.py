@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.common.quantities import counted
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.model.positions import Positions
 from horizon_lm.runs.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.runs.data.chat_template import today
 from horizon_lm.runs.data.checks import check_lengths, check_overlap
 from horizon_lm.runs.data.findings import TRAINING, Finding, Findings, cut_before_answer, describe, no_row_left
 from horizon_lm.runs.data.loader import Loader, Sampler
-from horizon_lm.runs.data.packing import pack_rows
+from horizon_lm.runs.data.packing import pack_rows, with_images
 from horizon_lm.runs.data.preprocess import PreprocessConfig, Report, prepare
 from horizon_lm.runs.data.sources import open_source
 from horizon_lm.runs.data.token_dataset import TokenTable
 from horizon_lm.runs.data.tokenize import origin
+from horizon_lm.runs.data.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def preprocess_config(config: RunConfig, day: str | None = None) -> PreprocessCo
         objective=config.objective, train_on=config.train_on if isinstance(config, SftConfig) else None,
         max_length=config.max_length, num_proc=config.dataset_num_proc, seed=_data_seed(config),
         packing=config.packing_strategy if isinstance(config, TextConfig) and config.packing else None, day=day,
-        chat_template=config.chat_template_path,
+        chat_template=config.chat_template_path, allow_downloads=config.allow_downloads,
     )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def require_rows(config: RunConfig) -> None:
 
 def load_data(
     config: RunConfig, tokenizer: Any, positions: Positions | None = None, rows_per_step: int | None = None,
-    rank: int = 0, num_ranks: int = 1, day: str | None = None,
+    rank: int = 0, num_ranks: int = 1, day: str | None = None, vision: Vision | None = None,
 ) -> RunData:  # fmt: skip
     """Prepare the training rows and the eval sets. Errors among the findings are returned, not raised.
 
@@ -134,6 +135,7 @@ def load_data(
         rows_per_step: rows of a step of all ranks; None for the rows of one rank.
         rank, num_ranks: the rank that gets its part of each step, and the number of ranks.
         day: the date that chat templates print; None for today's.
+        vision: the processor of images; None for a model of text.
 
     Raises:
         ConfigError, DataError: as `prepare` does; ConfigError also if ``test_split_size`` leaves no training rows, and DataError if no
@@ -142,12 +144,14 @@ def load_data(
     day = day or today()
     settings = preprocess_config(config, day)
     eval_settings = _eval_preprocess_config(config, settings)
-    report, held_out = prepare(config.datasets or (), tokenizer, settings), None
+    report, held_out = prepare(config.datasets or (), tokenizer, settings, vision=vision), None
     rows = report.rows
     if config.test_split_size is not None and len(rows):
         held_out, rows = _split(report, config.test_split_size, _data_seed(config))
-    evaluated = [] if held_out is None else [_read_held_out(config, tokenizer, settings, eval_settings, held_out)]
-    evaluated += [prepare([each], tokenizer, eval_settings) for each in config.eval_datasets or ()]
+    evaluated = []
+    if held_out is not None:
+        evaluated.append(_read_held_out(config, tokenizer, settings, eval_settings, held_out, vision))
+    evaluated += [prepare([each], tokenizer, eval_settings, vision=vision) for each in config.eval_datasets or ()]
     training = _pack(TRAINING, rows, report.findings, settings, positions)
     eval_parts = []
     for name, each in zip(config.eval_set_names, evaluated, strict=True):
@@ -160,18 +164,19 @@ def load_data(
 
 
 def _read_held_out(
-    config: RunConfig, tokenizer: Any, training: PreprocessConfig, evaluation: PreprocessConfig, rows: TokenTable
-) -> Report:
+    config: RunConfig, tokenizer: Any, training: PreprocessConfig, evaluation: PreprocessConfig, rows: TokenTable,
+    vision: Vision | None,
+) -> Report:  # fmt: skip
     """Return the held-out rows. If training or eval sets alone pack whole rows, they are tokenized again, and cut as rows of eval sets are.
 
     Args:
-        config, tokenizer: as in `load_data`.
+        config, tokenizer, vision: as in `load_data`.
         training, evaluation: settings for the training rows and for eval sets.
         rows: the held-out rows as they were tokenized with the training rows, whose findings are theirs, too.
     """
     if evaluation.row_limit == training.row_limit:
         return Report(rows, len(rows), Findings(), [])
-    return prepare(config.datasets or (), tokenizer, evaluation, [part.indices for part in rows.parts])
+    return prepare(config.datasets or (), tokenizer, evaluation, [part.indices for part in rows.parts], vision)
 
 
 def _pack(
@@ -180,8 +185,10 @@ def _pack(
     """Pack rows. Return them with all findings: the given ones, answers that packing cuts, and rows that are longer than ``positions``.
 
     Raises:
-        DataError: no row is left.
+        DataError: no row is left, or some have images and are to be packed.
     """
+    if settings.packing is not None and (images := with_images(rows)).count:
+        raise DataError(f"{name}: rows with images are not packed: {images.count:,} ({images}); remove packing")
     packed, cut = pack_rows(rows, settings.packing, settings.max_length)
     findings = [*([cut_before_answer(cut)] if cut.count else []), *findings]
     if not len(packed):

@@ -7,6 +7,7 @@ from typing import Any
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.runs.admission.run_plan import Admission, apply_plan
 from horizon_lm.runs.config import RunConfig
+from horizon_lm.runs.data.vision import Vision
 from horizon_lm.runs.training.callbacks import Callbacks
 from horizon_lm.runs.training.interrupts import Interrupts
 from horizon_lm.runs.training.intervals import Intervals
@@ -59,7 +60,8 @@ class Run:
 
     Attributes:
         session, settings: see there.
-        tokenizer, data, prompts: the tokenizer of the model, the rows, and the prompts to answer.
+        tokenizer, vision: the tokenizer of the model, and its processor of images; None for a model of text.
+        data, prompts: the rows, and the prompts to answer.
         intervals: the steps after which the run does something besides training.
         admission: has made the plan, and finds a smaller one.
         day: the date on which the run has begun, which chat templates print.
@@ -69,6 +71,7 @@ class Run:
     session: Session
     settings: RunSettings
     tokenizer: Any
+    vision: Vision | None
     data: RunData
     prompts: SamplePrompts
     intervals: Intervals

@@ -7,6 +7,8 @@ from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.generation import end_tokens, generation_settings
 from horizon_lm.runs.config import RunConfig
 from horizon_lm.runs.data.chat_template import dated
+from horizon_lm.runs.data.conversations import Message
+from horizon_lm.runs.data.template_contents import TemplateContents, as_parts
 from horizon_lm.runs.objective.base import evaluation_mode
 
 
@@ -69,11 +71,14 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None, day: s
         if system is not None:
             raise ConfigError("a system prompt needs a chat template, which the tokenizer does not have")
         return tokenizer(prompt, return_tensors="pt")
-    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     try:
         options = {"add_generation_prompt": True, **dated(tokenizer, day)}
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        if prompt.strip() not in text and TemplateContents(tokenizer, options, vision=None).drops_texts:
+            messages = [{**each, "content": as_parts(each["content"], has_images=False)} for each in messages]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True, **options)
     except Exception as error:  # a template is a program and may raise any exception
         raise ConfigError(f"the chat template rejects the prompt: {first_line(error)}") from error

@@ -35,7 +35,7 @@ class Saver(Part):
         self.keeper = Keeper(
             config=self._config, run_dir=session.run_dir, model=training.model, tokenizer=run.tokenizer,
             write_checkpoint=self._write_checkpoint, report=session.reporter.print,
-            requested=lambda: session.interrupts.requested, point=run.settings.point,
+            requested=lambda: session.interrupts.requested, point=run.settings.point, vision=run.vision,
         )  # fmt: skip
 
     def during_step(self, step: int) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from horizon_lm.runs.config import RunConfig, TextConfig
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.data.findings import reject_errors
+from horizon_lm.runs.data.vision import Vision
 from horizon_lm.runs.training import resume, setup
 from horizon_lm.runs.training.best_model import require_known_metric
 from horizon_lm.runs.training.callbacks import Callbacks
@@ -130,7 +131,8 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     tokenizer = setup.load_tokenizer(config, source)
     reporter.print(*setup.check_weights(config, source))
     day = ranks.of_first("the date of the run", resume.day_of_run(point))
-    data = _read_rows(session, given, point, config, tokenizer, positions_of(source.skeleton()), day)
+    vision = setup.vision_of(config, source)
+    data = _read_rows(session, given, point, config, tokenizer, vision, positions_of(source.skeleton()), day)
     sampler = data.loader.sampler
     num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
     require_sane_schedule(config, num_steps)
@@ -148,18 +150,20 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
         )
     session.run_dir.take(next(item.bytes for item in plan.disk.items if item.name == "exported model"))
     reporter.print(f"run folder: {session.run_dir.path}")
-    return Run(session, settings, tokenizer, data, prompts, intervals, admission, day, weights)
+    return Run(session, settings, tokenizer, vision, data, prompts, intervals, admission, day, weights)
 
 
 def _read_rows(
     session: Session, given: RunConfig, point: ResumePoint | None, config: RunConfig, tokenizer: Any,
-    positions: Positions | None, day: str,
+    vision: Vision | None, positions: Positions | None, day: str,
 ) -> RunData:  # fmt: skip
     """Read the rows of a run on all ranks. Report likely mistakes in them, and raise DataError for certain ones."""
     ranks = session.ranks
     with ranks.first_of_each_machine_first():
         rows_per_step = resume.rows_of_all_ranks(point, given, ranks.size)
-        data = load_data(config, tokenizer, positions, rows_per_step, rank=ranks.rank, num_ranks=ranks.size, day=day)
+        data = load_data(
+            config, tokenizer, positions, rows_per_step, rank=ranks.rank, num_ranks=ranks.size, day=day, vision=vision,
+        )  # fmt: skip
     ranks.require_same_rows({each.name: (len(each.packed), each.packed.content_hash) for each in data.parts})
     session.reporter.print(*data.lines())
     reject_errors([finding for _, finding in data.findings()])

@@ -1,0 +1,157 @@
+"""Runs on rows with images: the loss is that of transformers, and a resume is exact."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+import horizon_lm
+from horizon_lm.common.constants import IGNORE_INDEX
+from horizon_lm.errors import ConfigError, DataError, DoesNotFitError
+from horizon_lm.runs.training.samples import prompt_inputs
+from tests.e2e.resuming import SAVING, Runs
+from tests.e2e.tiny import write_jsonl
+from tests.support import image_models
+from tests.support.image_models import picture
+
+SAVE = {
+    "llava": image_models.save_llava,
+    "gemma3": image_models.save_gemma3,
+    "qwen2_5_vl": image_models.save_qwen2_5_vl,
+}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_models.save_llava(tmp_path_factory.mktemp("llava"))
+
+
+def write_rows(folder: Path, count: int) -> Path:
+    """Write rows of which every third has no image, and every third but one has two."""
+    rows = []
+    for number in range(count):
+        picture(number, (24 + number, 18)).save(folder / f"{number}.png")
+        names = [f"{number}.png", "0.png"][: (1, 2, 0)[number % 3]]
+        turns = ("user", f"{'<image>' * len(names)}What is seen on night {number}?"), ("assistant", f"{number} stars.")
+        rows.append({"messages": [{"role": role, "content": content} for role, content in turns], "images": names})
+    return write_jsonl(folder / "rows.jsonl", rows)
+
+
+def settings(folder: Path, model: Path, **others: Any) -> dict[str, Any]:
+    return {
+        "objective": "sft", "model_name_or_path": str(model), "datasets": [str(write_rows(folder, 7))], "device": "cpu",
+        "per_device_train_batch_size": 3, "learning_rate": 3e-3, "logging_steps": 1, "max_steps": 4, "precision": "float32",
+        "output_dir": str(folder / "run"), **others,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAVE)
+def test_the_first_loss_is_that_of_transformers(kind: str, tmp_path: Path, runs: Runs) -> None:
+    """Rows with one, two and no images in one batch. The exported model has the processor that reads them."""
+    model = SAVE[kind](tmp_path / "model")
+    runs.train(settings(tmp_path, model, max_steps=1, per_device_train_batch_size=6))
+    order = runs.loops[0].data.loader.sampler.rows(0)
+    assert {number % 3 for number in order} == {0, 1, 2}, "not each kind of row is in the batch; change the seed"
+    vision = runs.loops[0].keeper.vision
+    processor, reference = vision.processor, AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    images = [[picture(n, (24 + n, 18)) for n in ((number,), (number, 0), ())[number % 3]] for number in order]
+    texts = [_text(processor, number) for number in order]
+    flat = images if kind == "gemma3" else [image for each in images for image in each]
+    inputs = processor(
+        text=texts, images=flat, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+    )
+    labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
+    for row, number in enumerate(order):
+        answer = processor.tokenizer(f"{number} stars.<|im_end|>", add_special_tokens=False)["input_ids"]
+        end = int(inputs["attention_mask"][row].sum()) - 1  # before the line break
+        assert inputs["input_ids"][row, end - len(answer) : end].tolist() == answer
+        labels[row, end - len(answer) : end] = torch.tensor(answer)
+    expected = reference.train()(**inputs, labels=labels).loss
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert line["loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert (
+        tmp_path / "run" / "model" / ("preprocessor_config.json" if kind == "qwen2_5_vl" else "processor_config.json")
+    ).is_file()
+
+
+def _text(processor: Any, number: int) -> str:
+    """Return a row of `write_rows` as the template of the model renders it."""
+    images = [{"type": "image"}] * (1, 2, 0)[number % 3]
+    messages = [
+        {"role": "user", "content": [*images, {"type": "text", "text": f"What is seen on night {number}?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": f"{number} stars."}]},
+    ]
+    return str(processor.apply_chat_template(messages, tokenize=False))
+
+
+def test_a_resume_is_exact(llava: Path, tmp_path: Path, runs: Runs) -> None:
+    given = settings(tmp_path, llava) | SAVING
+    expected, _ = runs.train(given | {"output_dir": str(tmp_path / "whole")})
+    runs.interrupt(given, stop_after=2)
+    outcome, _ = runs.train(given)
+    assert outcome == expected
+
+
+def test_a_resume_with_another_image_is_rejected(llava: Path, tmp_path: Path, runs: Runs) -> None:
+    given = settings(tmp_path, llava) | SAVING
+    runs.interrupt(given, stop_after=2)
+    picture(99, (24, 18)).save(tmp_path / "0.png")
+    with pytest.raises(ConfigError, match=r"these have changed: the training rows \(other tokens in 7 rows\)"):
+        runs.train(given)
+
+
+def test_an_image_that_changes_during_a_run_ends_it(llava: Path, tmp_path: Path, runs: Runs) -> None:
+    runs.before_step[2] = lambda: [picture(99).save(path) for path in tmp_path.glob("*.png")]
+    with pytest.raises(DataError, match=r"rows.jsonl:\d: image '\d.png' has changed since the run began"):
+        runs.train(settings(tmp_path, llava))
+
+
+def test_preferences_with_images_are_trained_on(llava: Path, tmp_path: Path, runs: Runs) -> None:
+    rows = []
+    for number in range(4):
+        picture(number).save(tmp_path / f"{number}.png")
+        prompt = [{"role": "user", "content": f"<image>What is night {number}?"}]
+        answers = {
+            name: [{"role": "assistant", "content": text}]
+            for name, text in (("chosen", "Stars."), ("rejected", "Rain."))
+        }
+        rows.append({"prompt": prompt, **answers, "images": [f"{number}.png"]})
+    path = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    given = settings(tmp_path, llava, objective="dpo", datasets=[str(path)], max_steps=2, per_device_train_batch_size=2)
+    runs.train(given)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert lines[0]["rewards/margins"] == 0
+
+
+def test_packing_is_rejected(llava: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rows with images are not packed: 5 \(.*rows.jsonl:1-2, .*\); remove packing"):
+        horizon_lm.train(settings(tmp_path, llava, packing=True), print_fn=lambda line: None)
+
+
+def test_a_model_of_text_rejects_images(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rows.jsonl:1-2.*the model reads only text; use a model of images and text"):
+        horizon_lm.train(settings(tmp_path, model), print_fn=lambda line: None)
+
+
+def test_images_are_not_cut_into_micro_batches(llava: Path, tmp_path: Path, runs: Runs) -> None:
+    """Eval sets have larger batches than training, which are computed at once, too."""
+    with pytest.raises(DoesNotFitError, match="images cannot be cut into micro-batches; leave device_micro_batch_size"):
+        horizon_lm.train(settings(tmp_path, llava, device_micro_batch_size=1), print_fn=lambda line: None)
+    runs.train(settings(tmp_path, llava, per_device_train_batch_size=1, test_split_size=4, max_steps=1))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("eval_loss" in line for line in lines) == 2
+
+
+def test_prompts_are_given_to_the_template_as_it_renders_them(llava: Path) -> None:
+    """The template of LLaVA renders nothing of a content that is a text."""
+    tokenizer = AutoTokenizer.from_pretrained(llava)
+    inputs = prompt_inputs(tokenizer, "Who counts?", "Be short.")
+    text = tokenizer.decode(inputs["input_ids"][0])
+    assert (
+        text
+        == "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nWho counts?<|im_end|>\n<|im_start|>assistant\n"
+    )
