@@ -1,4 +1,4 @@
-"""Runs on rows with images: the loss is that of transformers, and a resume is exact."""
+"""Runs on rows with images: the loss is that of transformers, a resume is exact, and `inspect` shows where images stand."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,7 @@ import horizon_lm
 from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.errors import ConfigError, DataError, DoesNotFitError
 from horizon_lm.runs.training.samples import prompt_inputs
+from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
 from tests.e2e.tiny import write_jsonl
 from tests.support import image_models
@@ -135,6 +136,28 @@ def test_packing_is_rejected(llava: Path, tmp_path: Path) -> None:
 def test_a_model_of_text_rejects_images(model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl:1-2.*the model reads only text; use a model of images and text"):
         horizon_lm.train(settings(tmp_path, model), print_fn=lambda line: None)
+
+
+def test_inspect_shows_where_images_stand(llava: Path, tmp_path: Path) -> None:
+    picture().save(tmp_path / "<b>.png")
+    row = {
+        "messages": [{"role": "user", "content": "<image>Who is <b>?"}, {"role": "assistant", "content": "I."}],
+        "image": "<b>.png",
+    }
+    rows, page = write_jsonl(tmp_path / "rows.jsonl", [row]), tmp_path / "page.html"
+    arguments = ("inspect", "--model_name_or_path", llava, "--datasets", rows)
+    result = run(*arguments, "--html", page)
+    assert result.exit_code == 0, result.output
+    assert "user\n[image <b>.png: 4 tokens]\nWho is <b>?" in result.output
+    assert "[[I.<|im_end|>]]" in result.output
+    numbers = json.loads(run(*arguments, "--json").output)["numbers"]
+    assert (numbers["images"], numbers["image_tokens"]) == (1, 4)
+    text = page.read_text()
+    assert "Who is &lt;b&gt;?" in text
+    assert "[image &lt;b&gt;.png: 4 tokens]" in text
+    assert "<b>.png" not in text
+    assert text.count('<img src="data:image/png;base64,') == 1
+    assert "http" not in text
 
 
 def test_images_are_not_cut_into_micro_batches(llava: Path, tmp_path: Path, runs: Runs) -> None:

@@ -1,7 +1,7 @@
 """Show how the rows of a run are tokenized and which tokens are trained on."""
 
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from horizon_lm.common.constants import IGNORE_INDEX
+from horizon_lm.cli.inspected_rows import ShownSequence, shown_sequences
+from horizon_lm.cli.inspection_page import batch_page
 from horizon_lm.common.quantities import counted
 from horizon_lm.common.visible import visible
+from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.positions import positions_of
 from horizon_lm.runs.admission.inputs import fetch_source
 from horizon_lm.runs.config import RunConfig
@@ -20,9 +22,9 @@ from horizon_lm.runs.data.findings import reject_errors
 from horizon_lm.runs.data.tokenize import RowFlag
 from horizon_lm.runs.training.rows import RunData, load_data
 from horizon_lm.runs.training.samples import end_line
-from horizon_lm.runs.training.setup import load_tokenizer
+from horizon_lm.runs.training.setup import load_tokenizer, vision_of
 
-_TRAINED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
+_TRAINED, _CONTEXT, _SPECIAL, _IMAGE, _PADDING = "bold green", "", "magenta", "cyan", "dim"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class Inspection:
             "steps_per_epoch": self.data.loader.sampler.steps_per_epoch,
             "rows_per_step": self.config.rows_per_step,
         }
+        if num_images := sum(part.image_sizes().size for part in rows.parts):
+            numbers["images"] = num_images
+            numbers["image_tokens"] = int(sum(part.image_sizes().sum() for part in rows.parts))
         if "date" in self.data.origin:
             numbers["date_in_template"] = self.data.origin["date"]
         if packed is not rows:
@@ -95,8 +100,18 @@ def inspect_run(config: RunConfig) -> Inspection:
     model = fetch_source(config).model
     tokenizer = load_tokenizer(config, model)
     skeleton = model.skeleton()
-    data = load_data(config, tokenizer, positions_of(skeleton))
+    data = load_data(config, tokenizer, positions_of(skeleton), vision=vision_of(config, model))
     return Inspection(config, tokenizer, data, skeleton.generation_config)
+
+
+def write_page(inspection: Inspection, num_batches: int, num_rows: int, file: Path) -> None:
+    """Write a page with batches and their images; raise ConfigError if it cannot be written."""
+    batches = [inspection.data.loader.batch(step) for step in range(num_batches)]
+    page = batch_page(inspection.tokenizer, inspection.data.training.packed, batches, num_rows)
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {file}: cannot be written ({first_line(error)})") from error
 
 
 def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
@@ -133,38 +148,24 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
     count = counted(len(batch.places), "row") + ("" if answers_per_row == 1 else f", {num_sequences} answers")
     console.print(f"batch {step + 1}: {count} of {counted(length, 'token')}, {batch.num_trained:,} trained on")
     console.print("trained tokens are green, or between [[ and ]] without colour; special tokens are shown verbatim\n")
-    for index in range(min(num_rows, len(batch.places))):
-        for answer in range(answers_per_row):
-            name = "" if answers_per_row == 1 else (", chosen", ", rejected")[answer]
-            console.print(Text(visible(f"{batch.places[index]}{name}"), style="underline"))
-            num_tokens = len(inspection.data.training.packed[batch.rows[index]].sequences[answer].ids)
-            sequence = index + answer * len(batch.places)  # all chosen answers come before all rejected ones
-            console.print(_render_sequence(console, inspection.tokenizer, batch, sequence, num_tokens), "\n")
+    for shown in shown_sequences(batch, inspection.data.training.packed, num_rows):
+        console.print(Text(visible(shown.title), style="underline"))
+        console.print(_render_sequence(console, inspection.tokenizer, batch, shown), "\n")
 
 
-def _render_sequence(console: Console, tokenizer: Any, batch: Batch, index: int, num_tokens: int) -> Text:
-    """Render one sequence of a batch, whose first ``num_tokens`` tokens are not padding."""
-    ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
-    positions = [1] * len(ids) if batch.position_ids is None else batch.position_ids[index].tolist()
-    special_ids, text = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text()
-    # For each token: the number of its example in a packed row, and what decides its style.
-    examples = accumulate(int(position == 0) for position in positions)
-    keys = [
-        (example, label != IGNORE_INDEX, token in special_ids)
-        for example, label, token in zip(examples, labels, ids, strict=True)
-    ]
-    last_example, was_trained = 0, False
-    # Adjacent tokens of one example and one style are decoded and shown together.
-    for (example, trained, is_special), places in groupby(range(num_tokens), key=keys.__getitem__):
-        if example != last_example and text:
+def _render_sequence(console: Console, tokenizer: Any, batch: Batch, shown: ShownSequence) -> Text:
+    """Render one sequence of a batch."""
+    text, last_example, was_trained = Text(), 0, False
+    for piece in shown.pieces(tokenizer, batch):
+        if piece.example != last_example and text:
             text.append("\n-- next example in this packed row --\n", style="cyan")
-        if console.color_system is None and trained != was_trained:
-            text.append("[[" if trained else "]]")
-        last_example, was_trained = example, trained
-        style = f"{_TRAINED if trained else _CONTEXT} {_SPECIAL if is_special else ''}".strip()
-        text.append(visible(tokenizer.decode([ids[place] for place in places])), style=style)
+        if console.color_system is None and piece.trained != was_trained:
+            text.append("[[" if piece.trained else "]]")
+        last_example, was_trained = piece.example, piece.trained
+        style = f"{_TRAINED if piece.trained else _CONTEXT} {_SPECIAL if piece.special else ''}".strip()
+        text.append(visible(piece.text), style=style if piece.image is None else _IMAGE)
     if console.color_system is None and was_trained:
         text.append("]]")
-    if num_tokens < len(ids):
-        text.append(f" + {len(ids) - num_tokens} padding tokens", style=_PADDING)
+    if num_padding := batch.input_ids.shape[1] - shown.num_tokens:
+        text.append(f" + {num_padding} padding tokens", style=_PADDING)
     return text
