@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import horizon_lm
 from horizon_lm.common.constants import IGNORE_INDEX
-from horizon_lm.errors import ConfigError, DataError, DoesNotFitError
+from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.runs.training.samples import prompt_inputs
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
@@ -160,13 +160,23 @@ def test_inspect_shows_where_images_stand(llava: Path, tmp_path: Path) -> None:
     assert "http" not in text
 
 
-def test_images_are_not_cut_into_micro_batches(llava: Path, tmp_path: Path, runs: Runs) -> None:
-    """Eval sets have larger batches than training, which are computed at once, too."""
-    with pytest.raises(DoesNotFitError, match="images cannot be cut into micro-batches; leave device_micro_batch_size"):
-        horizon_lm.train(settings(tmp_path, llava, device_micro_batch_size=1), print_fn=lambda line: None)
-    runs.train(settings(tmp_path, llava, per_device_train_batch_size=1, test_split_size=4, max_steps=1))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum("eval_loss" in line for line in lines) == 2
+def test_rows_with_images_are_cut_into_micro_batches(llava: Path, tmp_path: Path, runs: Runs) -> None:
+    """The losses are those of whole batches. Eval sets have larger batches than training, which are cut, too."""
+    losses = []
+    for size in (None, 1):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        given = {
+            "device_micro_batch_size": size,
+            "per_device_train_batch_size": 2,
+            "test_split_size": 3,
+            "max_steps": 2,
+        }
+        runs.train(settings(folder, llava, **given))
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line[name] for name in ("loss", "eval_loss") for line in lines if name in line])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[0]) == 4
 
 
 def test_prompts_are_given_to_the_template_as_it_renders_them(llava: Path) -> None:

@@ -187,7 +187,6 @@ class RowShape:
         typical_length: tokens of the longest example of an average step; None for ``length``.
         tokens: tokens of an average step without padding; None if unknown.
         prompt_length: tokens of the longest sample prompt; 0 if there is no prompt, or if the length is unknown.
-        has_images: some examples have images, which are not cut into micro-batches.
         masked: attention needs a mask, because examples are padded or packed.
         distinct_tokens: number of distinct tokens in all examples; None if unknown.
     """
@@ -199,7 +198,6 @@ class RowShape:
     typical_length: int | None = None
     tokens: float | None = None
     prompt_length: int = 0
-    has_images: bool = False
 
     @classmethod
     def of(cls, loader: Loader, held_out: Iterable[TokenTable], prompt_length: int = 0) -> "RowShape":
@@ -217,7 +215,6 @@ class RowShape:
             typical_length=round(padded_tokens / sum(map(len, steps))),
             tokens=float(sum(rows.num_tokens[step].sum() for step in steps)) / len(steps),
             prompt_length=prompt_length,
-            has_images=any(part.with_images.any() for table in (rows, *held_out) for part in table.parts),
         )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from horizon_lm.common.optimizers import NO_MATRICES, OPTIMIZERS
-from horizon_lm.common.streaming_options import WHOLE_BATCHES, StreamingOptions
+from horizon_lm.common.streaming_options import StreamingOptions
 from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
 from horizon_lm.memory.layout.buffers import sum_buffers
 from horizon_lm.memory.layout.ranks import WHOLE, Shard
@@ -67,8 +67,6 @@ def plan_run(
             raise ConfigError("max_length is null, so memory has no upper bound; give --max_length for the plan")
         rows = RowShape(run.max_length, run.max_length)
     outline = source.outline(run, length=rows.length, masked=rows.masked)
-    if rows.has_images:
-        outline = replace(outline, whole_batch_only=True)
     typical = None
     if rows.typical_length and machine.hardware is not None:
         typical = source.outline(run, length=rows.typical_length, masked=rows.masked)
@@ -146,8 +144,6 @@ def _problems_of_first_step(source: Source, plan: Plan, rows: RowShape) -> list[
     problems = [
         large_mask(config, outline.attention, *shape, outline.compute_bytes, lambda: rows.masked) for shape in shapes
     ]
-    if rows.has_images and any(size < plan.request.rows for size in plan.step.settings.slices):
-        problems.append(f"images cannot be cut into micro-batches; {WHOLE_BATCHES}")
     if plan.request.optimizer.orthogonalizes and not plan.step.orthogonalized:
         problems.append(NO_MATRICES)
     return [problem for problem in problems if problem is not None]
