@@ -15,8 +15,8 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "horizon_lm"
 BOUNDS = {
-    "syntax nodes": 453_000,
-    "files": 455,
+    "syntax nodes": 455_900,
+    "files": 458,
     "floors of imports": 12,
     "entries at the root": 14,
     "nodes in 100 lines of code": 1_100,
