@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from horizon_lm.common.near_misses import closest_setting, most_similar_first
+from horizon_lm.common.near_misses import closest_setting
 from horizon_lm.common.paths import lasting_name
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model import hub
@@ -24,8 +22,10 @@ from horizon_lm.model.adapter_config import (
     require_weights,
 )
 from horizon_lm.model.adapter_kinds import adapted_model, require_kind_that_streams
+from horizon_lm.model.components import Component, frozen_components
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.generation import read_generation_config
+from horizon_lm.model.target_layers import TargetLayers, layers_remedy
 
 _COPY, _RANK = ".modules_to_save.", ".ranknum."  # in names of PEFT's tensors
 _OF_OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")  # tasks whose adapters come with a head
@@ -39,6 +39,7 @@ class Adapters:
         r, lora_alpha, lora_dropout, target_modules, target_parameters, modules_to_save, use_rslora, use_dora: as in
             ``peft.LoraConfig``.
         folder: folder or hub id of adapters to go on with, whose own settings are used; None for new adapters.
+        frozen: components of the model that get no new adapters.
     """
 
     r: int = 16
@@ -50,6 +51,7 @@ class Adapters:
     use_rslora: bool = False
     use_dora: bool = False
     folder: str | None = None
+    frozen: frozenset[Component] = frozenset()
 
     @classmethod
     def of(cls, run: Any) -> "Adapters | None":
@@ -65,7 +67,7 @@ class Adapters:
             r=run.lora_r, lora_alpha=run.lora_alpha, lora_dropout=run.lora_dropout,
             target_modules=modules if isinstance(modules, str) else _tuple(modules),
             target_parameters=_tuple(run.lora_target_parameters), modules_to_save=_tuple(run.lora_modules_to_save),
-            use_rslora=run.use_rslora, use_dora=run.use_dora,
+            use_rslora=run.use_rslora, use_dora=run.use_dora, frozen=frozen_components(run),
         )  # fmt: skip
 
     @property
@@ -88,7 +90,7 @@ class Adapters:
             ConfigError: PEFT is not installed, or rejects the adapters for this model.
         """
         peft = _peft()
-        with _rejections(self.folder, lambda: _layers_remedy(model, self.target_modules)):
+        with _rejections(self.folder, lambda: layers_remedy(adapted_model(model), self.target_modules)):
             folder = None if self.folder is None else hub.local_folder(self.folder)
             config = self._new_config(peft, model) if folder is None else open_adapter_config(folder, model)
             require_kind_that_streams(config, model)  # before PEFT opens further adapters, or repeats layers
@@ -109,35 +111,23 @@ class Adapters:
 
     def _new_config(self, peft: Any, model: Any) -> Any:
         """Return PEFT's config of new LoRA adapters for a model, with lists and numbers of the types that PEFT saves."""
-        modules = self.target_modules
+        layers, modules = TargetLayers(adapted_model(model), self.frozen), self.target_modules
         if modules is None and self.target_parameters is None:
-            modules = _default_layers(peft, model)
+            modules = layers.usual(peft)
         if isinstance(modules, str):
             require_quick_names({"target_modules": modules}, _module_names(model), "lora_target_modules")
-        # PEFT, too, compares the ends of names; it would leave out the names that it does not find, without an error.
-        if isinstance(modules, tuple):
-            _require_layers(model, self.target_modules or ())
+        layers.require(self.target_modules)
         _require_names("lora_modules_to_save", self.modules_to_save, _module_names(model))
         parameters = [f".{name}" for name, _ in adapted_model(model).named_parameters()]
         _require_names("lora_target_parameters", self.target_parameters, parameters, separator=".")
+        layers.require_parameters(self.target_parameters or ())
         return peft.LoraConfig(
             task_type="CAUSAL_LM", r=self.r, lora_dropout=self.lora_dropout, use_rslora=self.use_rslora, use_dora=self.use_dora,
             lora_alpha=int(self.lora_alpha) if self.lora_alpha == int(self.lora_alpha) else self.lora_alpha,
-            target_modules=list(modules) if isinstance(modules, tuple) else modules,
+            target_modules=list(modules) if isinstance(modules, tuple) else modules, exclude_modules=layers.left_out,
             target_parameters=None if self.target_parameters is None else list(self.target_parameters),
             modules_to_save=None if self.modules_to_save is None else list(self.modules_to_save),
         )  # fmt: skip
-
-
-def _default_layers(peft: Any, model: Any) -> tuple[str, ...]:
-    """Return the names of the layers that PEFT adapts by default in this type of model; if it has none, attention's linear layers."""
-    defaults = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    usual = defaults.get(getattr(model.config.get_text_config(), "model_type", None), ())
-    found = {name.rpartition(".")[2] for name, _ in model.named_modules()} & set(usual)
-    if not found:
-        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        found = {name.rpartition(".")[2] for name in linear if "attn" in name or "attention" in name}
-    return tuple(sorted(found))
 
 
 class PresentAdapters:
@@ -270,25 +260,6 @@ def _require_names(setting: str, wanted: Iterable[str] | None, found: Sequence[s
             meant = closest_setting(name.rpartition(".")[2], {each.rpartition(".")[2] for each in found})
             hint = "; name one of the model's" if meant is None else f"; did you mean {meant}?"
             raise ConfigError(f"{setting}: {name}: the model has nothing of this name{hint}")
-
-
-def _require_layers(model: Any, wanted: Sequence[str]) -> None:
-    """Raise ConfigError if no layer of a model has one of the wanted names, which PEFT would leave out."""
-    found = [f".{name}" for name in _module_names(model)]
-    if missing := [name for name in wanted if not any(each.endswith(f".{name}") for each in found)]:
-        remedy = _layers_remedy(model, missing) or "remove it"
-        raise ConfigError(f"lora_target_modules: the model has no {' and no '.join(missing)}; {remedy}")
-
-
-def _layers_remedy(model: Any, wanted: str | Iterable[str] | None) -> str:
-    """Return the remedy for names that no layer of a model has: the names of its linear layers without the head, the most similar first."""
-    typed = [wanted] if isinstance(wanted, str) else wanted or ()
-    inside = adapted_model(model)
-    head = inside.get_output_embeddings()
-    linear = (name for name, each in inside.named_modules() if isinstance(each, nn.Linear) and each is not head)
-    last_parts = {name.rpartition(".")[2] for name in linear}
-    names = ", ".join(most_similar_first(last_parts, [each.rpartition(".")[2] for each in typed]))
-    return f"set lora_target_modules to linear layers of the model: {names}" if names else ""
 
 
 def _tuple(values: list[str] | None) -> tuple[str, ...] | None:

@@ -1,25 +1,30 @@
-"""Freeze the weights that a run does not train, by patterns of their names."""
+"""Freeze the weights that a run does not train, by patterns of their names or by components of the model."""
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from horizon_lm.errors import ConfigError
+from horizon_lm.model.components import Component, component_of_params
 
 
-def freeze(model: Any, trainable: str | None) -> None:
-    """Freeze every weight whose name matches no pattern.
+def freeze(model: Any, trainable: str | None, frozen: Collection[Component] = ()) -> None:
+    """Freeze every weight whose name matches no pattern or, without patterns, every weight of some components.
 
     Args:
         model: transformers model, possibly on the meta device.
         trainable: patterns separated by ``|``. A pattern matches whole parts of a name, and ``*`` matches anything:
-            ``layers.20.*`` matches ``model.layers.20.mlp.up_proj.weight``, ``layers.2.*`` does not. None trains all weights.
+            ``layers.20.*`` matches ``model.layers.20.mlp.up_proj.weight``, ``layers.2.*`` does not. None trains all weights but those of ``frozen``.
+        frozen: the components of the model that are frozen.
 
     Raises:
         ConfigError: a pattern matches nothing.
     """
     if trainable is None:
+        components = component_of_params(model) if frozen else {}
+        for name, param in model.named_parameters():
+            param.requires_grad_(param.requires_grad and components.get(name) not in frozen)
         return
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has several names
     chosen: set[int] = set()

@@ -27,7 +27,7 @@ def find_parts(model: Any) -> ModelParts:
     """
     name = type(model).__name__
     head, classifies = _find_head(name, model)
-    prefix, block_list = _find_blocks(model, model.get_decoder())
+    prefix, block_list = find_blocks(model)
     decoder = model.get_submodule(prefix.rpartition(".")[0])
     towers = find_towers(model, block_list)
     lists = [*towers.items(), (prefix, block_list)]
@@ -224,9 +224,13 @@ def _reject_shared_modules(name: str, model: Any, blocks: Sequence[nn.Module], o
         )
 
 
-def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name of the list of decoder blocks, and the list. It is found by the classes of its entries, its length, or its place."""
-    name = type(model).__name__
+def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """Return the name of the list of decoder blocks, and the list. It is found by the classes of its entries, its length, or its place.
+
+    Raises:
+        ModelNotSupportedError: the model has no such list.
+    """
+    name, decoder = type(model).__name__, model.get_decoder()
     layers: Any = getattr(decoder, "layers", None)
     if layers is not None and len(layers) == 0:
         raise ModelNotSupportedError(f"{name} has no decoder blocks")
