@@ -18,7 +18,7 @@ from horizon_lm.runs.training.resume import ResumePoint, apply_settings, choice_
 EXPECTED: dict[OnResume | None, set[str]] = {
     OnResume.FREE: {"output_dir", "datasets", "save_steps", "resident_blocks", "eval_packing", "precompute_ref_batch_size"},
     OnResume.ROUNDING: {"device", "head", "compile", "per_device_train_batch_size", "attn_implementation"},
-    OnResume.STATE: {"precision", "moments", "optim", "trainable", "lora_r", "lora_target_modules", "use_dora"},
+    OnResume.STATE: {"precision", "moments", "optim", "trainable", "freeze_vision_tower", "lora_r", "lora_target_modules", "use_dora"},
     None: {"objective", "seed", "max_length", "learning_rate", "lora_alpha", "beta", "train_on"},
 }  # fmt: skip
 ALL = sorted({(name, rule) for rule, names in EXPECTED.items() for name in names}, key=str)

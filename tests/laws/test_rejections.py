@@ -1,7 +1,7 @@
 """Law: every setting that is rejected is named, with its place in the run file, and every one that would be ignored is rejected."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -35,9 +35,9 @@ def run_file(folder: Path, settings: dict[str, Any]) -> str:
     return str(path)
 
 
-def error_of(folder: Path, settings: dict[str, Any]) -> str:
+def error_of(folder: Path, settings: dict[str, Any], overrides: Sequence[str] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
-        read_run_config(run_file(folder, settings))
+        read_run_config(run_file(folder, settings), overrides)
     return str(caught.value)
 
 
@@ -75,16 +75,17 @@ def without_what_it_needs(schema: type[Settings], rule: Needs) -> dict[str, Any]
 
 @pytest.mark.parametrize(("objective", "name", "number"), NEEDING)
 def test_a_setting_that_would_be_ignored_is_rejected(tmp_path: Path, objective: str, name: str, number: int) -> None:
-    """Any value but its default, without the other setting that it needs; the default, too, if somebody wants that who writes it."""
+    """Any value but its default, without the other setting that it needs; the default, too, if somebody wants that who writes it beside
+    the file.
+    """
     field = SCHEMAS[objective].model_fields[name]
     rule = field.metadata[number]
-    values = [next(candidates(field))]
+    settings = {"objective": objective} | without_what_it_needs(SCHEMAS[objective], rule)
+    errors = [error_of(tmp_path, settings | {name: next(candidates(field))})]
     if isinstance(rule, NeedsEvenByDefault) and field.default not in (None, False):
-        values.append(field.default)
-    for value in values:
-        others = without_what_it_needs(SCHEMAS[objective], rule)
-        error = error_of(tmp_path, {"objective": objective} | others | {name: value})
-        assert any(f" {name}: " in line and ": is not used with" in line for line in error.splitlines()), error
+        errors.append(error_of(tmp_path, settings, [f"--{name}", str(field.default).lower()]))
+    for error in errors:
+        assert any(f"{name}: " in line and ": is not used with" in line for line in error.splitlines()), error
 
 
 # Optimizers

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from horizon_lm.model import attention
 from horizon_lm.model.adapter_kinds import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
+from horizon_lm.model.components import Component
 from horizon_lm.model.examination import examine
 from horizon_lm.model.float8.layers import use_float8
 from horizon_lm.model.freezing import freeze
@@ -57,9 +58,9 @@ class QuantizedWeights(Protocol):
 
 def outline_model(
     source: ModelSource, *, length: int, dtype: torch.dtype, masked: bool = True, on_accelerator: bool = False,
-    mlp_chunk_tokens: int | None = None, products: str = "plain", trainable: str | None = None, adapters: Adapters | None = None,
-    quantized: QuantizedWeights | None = None, packed: bool = False, allow_unproven_model: bool = False,
-    head_values: Sequence[str] = (),
+    mlp_chunk_tokens: int | None = None, products: str = "plain", trainable: str | None = None,
+    frozen: Collection[Component] = (), adapters: Adapters | None = None, quantized: QuantizedWeights | None = None, packed: bool = False,
+    allow_unproven_model: bool = False, head_values: Sequence[str] = (),
 ) -> ModelOutline:  # fmt: skip
     """Return the outline of a model.
 
@@ -70,7 +71,7 @@ def outline_model(
         masked: rows are padded, so attention needs a mask.
         on_accelerator: choose attention as for a GPU.
         mlp_chunk_tokens, products: as in `horizon_lm.stream`.
-        trainable: patterns of the names of trainable weights, as in `model.freezing.freeze`.
+        trainable, frozen: patterns of the names of trainable weights and components that are not, as in `model.freezing.freeze`.
         adapters: adapters that are trained on the frozen model; None for none.
         quantized: the model's quantized weights; None for none.
         packed: rows are packed, so the model must keep them apart.
@@ -81,7 +82,7 @@ def outline_model(
         ConfigError: a setting does not suit the model.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    parts = _trained_parts(source, trainable, adapters, quantized)
+    parts = _trained_parts(source, trainable, frozen, adapters, quantized)
     examined = examine(
         parts, attn_implementation=source.attn_implementation, on_accelerator=on_accelerator,
         allow_unproven_model=allow_unproven_model,
@@ -117,11 +118,12 @@ def outline_model(
 
 
 def _trained_parts(
-    source: ModelSource, trainable: str | None, adapters: Adapters | None, quantized: QuantizedWeights | None
-) -> ModelParts:
+    source: ModelSource, trainable: str | None, frozen: Collection[Component], adapters: Adapters | None,
+    quantized: QuantizedWeights | None,
+) -> ModelParts:  # fmt: skip
     """Return the parts of a model as it is trained: with frozen weights, adapters, and the codecs of quantized weights."""
     model = copy.deepcopy(source.skeleton()).train()
-    freeze(model, trainable)
+    freeze(model, trainable, frozen)
     codecs: dict[int, Codec] = {}
     if quantized is not None:
         # Codecs have the names of the model without adapters, which rename the weights around them.
@@ -137,7 +139,7 @@ def _trained_parts(
 
 def published_layout(source: ModelSource, quantized: QuantizedWeights | None) -> ModelLayout[StorageLayout]:
     """Return the layout of a model's weights before they are trained or decoded."""
-    return model_layout(_trained_parts(source, None, None, quantized))
+    return model_layout(_trained_parts(source, None, (), None, quantized))
 
 
 def _costs(

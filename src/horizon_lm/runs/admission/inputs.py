@@ -14,6 +14,7 @@ from horizon_lm.memory.layout.units import StorageLayout
 from horizon_lm.model import hf_config, hub
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, require_weights
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.components import frozen_components
 from horizon_lm.model.files.quantized_checkpoint import Quantized
 from horizon_lm.model.generation import Generation
 from horizon_lm.model.known_models import find_known, known_config
@@ -95,6 +96,7 @@ class Source:
             "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
             "products": run.products,
             "trainable": run.trainable,
+            "frozen": frozenset() if self.is_streamed else frozen_components(run),
             "adapters": self.adapters or Adapters.of(run),
             "quantized": quantized,
             "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),

@@ -9,6 +9,7 @@ from horizon_lm.runs.config.rules import NeedsEvenByDefault, OnResume, PerMachin
 from horizon_lm.runs.config.types import MAX_COUNT, Count, Fraction, Names, Settings, as_list
 
 OF_THE_BASE = {"use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path"}
+_COMPONENTS = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
 _NEEDS_PEFT, _NEEDS_4BIT = NeedsEvenByDefault(use_peft=True), NeedsEvenByDefault(load_in_4bit=True)
 
 
@@ -105,4 +106,7 @@ class AdapterSettings(Settings):
         for name, field in AdapterSettings.model_fields.items() if value is not None else ():
             if name not in OF_THE_BASE and info.data.get(name, field.default) != field.default:
                 raise ValueError(f"has its own {name}; remove one of the two")
+        for name, default in _COMPONENTS.items() if value is not None else ():
+            if info.data.get(name, default) != default:
+                raise ValueError(f"has its own layers, so {name} is not used; remove one of the two")
         return value

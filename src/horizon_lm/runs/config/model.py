@@ -2,10 +2,12 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from horizon_lm.runs.config.rules import Needs, OnResume, PerMachine
+from horizon_lm.runs.config.rules import Needs, NeedsEvenByDefault, OnResume, PerMachine
 from horizon_lm.runs.config.types import Settings, shared_option
+
+_WITHOUT_PATTERNS = NeedsEvenByDefault(trainable=None)
 
 
 class ModelSettings(Settings):
@@ -36,7 +38,17 @@ class ModelSettings(Settings):
     trainable: Annotated[str | None, OnResume.STATE] = Field(
         None,
         description='Weights to train: a pattern of their names, such as "layers.20.*|lm_head"; the others are frozen. '
-        "Default: all.",
+        "Default: all but the components that the next three settings freeze.",
+    )
+    freeze_vision_tower: Annotated[bool, OnResume.STATE, _WITHOUT_PATTERNS] = Field(
+        True,
+        description="Freeze the towers of a model, which encode images, video or audio: they have no gradients, no optimizer state and no adapters.",
+    )
+    freeze_multi_modal_projector: Annotated[bool, OnResume.STATE, _WITHOUT_PATTERNS] = Field(
+        True, description="Freeze what lies between the towers and the language model."
+    )
+    freeze_language_model: Annotated[bool, OnResume.STATE, _WITHOUT_PATTERNS] = Field(
+        False, description="Freeze the language model with its embedding and head, to train its towers or projector."
     )
 
     # A check of two fields belongs to the later one. pydantic passes the earlier fields in `info.data`, so that all
@@ -54,4 +66,12 @@ class ModelSettings(Settings):
     def _reject_empty_pattern(cls, value: Any) -> Any:
         if value is not None and not value.strip("| "):
             raise ValueError("matches no weights; remove it to train all of them")
+        return value
+
+    @field_validator("freeze_language_model")
+    @classmethod
+    def _require_trained_component(cls, value: bool, info: ValidationInfo) -> bool:
+        others = ("freeze_vision_tower", "freeze_multi_modal_projector")
+        if value and info.data.get("trainable") is None and all(info.data.get(name, False) for name in others):
+            raise ValueError(f"leaves nothing to train; set {' or '.join(others)} to false")
         return value

@@ -117,6 +117,7 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
     from transformers.integrations import activate_neftune
 
     from horizon_lm.engine.opening.model_opening import open_model
+    from horizon_lm.model.components import frozen_components
     from horizon_lm.model.freezing import freeze
 
     transformers.set_seed(config.seed)
@@ -125,7 +126,8 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
             warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
         model = open_model(_open_request(config, source, reads_weights, mesh))
-    freeze(model, config.trainable)
+    if not config.use_peft:  # the base of adapters is frozen
+        freeze(model, config.trainable, frozen_components(config))
     if isinstance(config, TextConfig) and config.neftune_noise_alpha is not None:
         activate_neftune(model, config.neftune_noise_alpha)  # embeddings run their hooks, as in a plain model
     # Evaluation mode makes a model train without dropout and changes nothing else.
