@@ -145,6 +145,16 @@ def test_all_errors_of_a_file_are_reported_together(write) -> None:
         ("use_peft: true\nlora_modules_to_save: lm_head, norm\n", "write a list: [lm_head, norm]"),
         ("trainable: [lm_head, layers.1.*]\n", 'write one text of patterns: "lm_head|layers.1.*"'),
         ("eval_datasets: 7\n", "must be a path"),
+        (
+            "trainable: lm_head\nfreeze_vision_tower: false\n",
+            "is not used with trainable: lm_head; remove one of the two",
+        ),
+        ("trainable: lm_head\nfreeze_language_model: true\n", "is not used with trainable: lm_head"),
+        ("freeze_language_model: true\n", "set freeze_vision_tower or freeze_multi_modal_projector to false"),
+        (
+            "freeze_vision_tower: false\nuse_peft: true\nadapter_name_or_path: a\n",
+            "has its own layers, so freeze_vision_tower is not used",
+        ),
     ],
 )
 def test_invalid_values_are_rejected(write, text: str, message: str) -> None:

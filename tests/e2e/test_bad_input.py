@@ -57,6 +57,8 @@ CONFIGS = {
     "unknown tracker": "report_to: stdout",
     "no such template": "chat_template_path: nowhere.jinja",
     "empty pattern": "trainable: '|'",
+    "nothing to train": "freeze_language_model: true",
+    "frozen components beside patterns": "trainable: lm_head\nfreeze_vision_tower: false",
     "weights without losses": "objective: dpo\nloss_type: [sigmoid, ipo]\nloss_weights: [1.0]",
     "smoothing without the robust loss": "objective: dpo\nlabel_smoothing: 0.1",
     "three at once": "lerning_rate: 1\nprecision: fp16\nmax_steps: 0",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
@@ -72,6 +73,13 @@ def test_the_language_model_can_be_frozen(base: dict[str, Any]) -> None:
 def test_a_model_of_text_has_no_such_components(base: dict[str, Any], model: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(settings))}: false: the model has no .*; remove it"):
         run(base | {"model_name_or_path": str(model)}, **settings)
+
+
+def test_a_plan_from_python_freezes_nothing() -> None:
+    model = horizon_lm.stream(build("gemma3", "image_text"), precision="float32")
+    planned = horizon_lm.plan(model, TrainingArguments(use_cpu=True, report_to="none"), length=16)
+    assert not any("frozen" in reason for reason in planned.reasons)
+    assert planned.step.outline.layout.num_trained == sum(param.numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize("frozen", [(), (TOWER, PROJECTOR), (TOWER,), (TEXT,)])
