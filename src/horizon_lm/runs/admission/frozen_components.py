@@ -8,7 +8,7 @@ from horizon_lm.runs.admission.inputs import Source
 from horizon_lm.runs.config import RunConfig
 
 
-def frozen_reasons(run: RunConfig, source: Source) -> list[str]:
+def frozen_notes(run: RunConfig, source: Source) -> list[str]:
     """Return a sentence about the components of the model that a run freezes by its settings; empty if it has none of them.
 
     Raises:

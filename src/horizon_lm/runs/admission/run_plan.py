@@ -19,7 +19,7 @@ from horizon_lm.planning.arithmetic.remedies import Remedy
 from horizon_lm.planning.arithmetic.render import deficit_lines, remedy_lines
 from horizon_lm.planning.arithmetic.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.planning.arithmetic.residency import Residency
-from horizon_lm.runs.admission.frozen_components import frozen_reasons
+from horizon_lm.runs.admission.frozen_components import frozen_notes
 from horizon_lm.runs.admission.inputs import RowShape, Source, compute_dtype, fetch_source, open_source
 from horizon_lm.runs.admission.remedies import remedies_of
 from horizon_lm.runs.admission.side_files import side_files
@@ -67,7 +67,8 @@ def plan_run(
         if run.max_length is None:
             raise ConfigError("max_length is null, so memory has no upper bound; give --max_length for the plan")
         rows = RowShape(run.max_length, run.max_length)
-    about_frozen = frozen_reasons(run, source)
+    # Once each: the machine of an earlier plan has them already.
+    machine = replace(machine, notes=list(dict.fromkeys([*machine.notes, *frozen_notes(run, source)])))
     outline = source.outline(run, length=rows.length, masked=rows.masked)
     typical = None
     if rows.typical_length and machine.hardware is not None:
@@ -87,7 +88,7 @@ def plan_run(
     plan = make_plan(outline, request, machine, priced and has_rates_of_links, typical)
     return replace(
         plan,
-        reasons=[*about_frozen, *plan.reasons, *_attention_reasons(run, source, plan, rows)],
+        reasons=[*plan.reasons, *_attention_reasons(run, source, plan, rows)],
         problems=[*plan.problems, *_problems_of_first_step(source, plan, rows)],
     )
 
