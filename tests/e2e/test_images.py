@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 import horizon_lm
 from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.errors import ConfigError, DataError
+from horizon_lm.runs.data.vision import Vision
 from horizon_lm.runs.training.samples import prompt_inputs
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
-from tests.e2e.tiny import write_jsonl
+from tests.e2e.tiny import save_model, write_jsonl
 from tests.support import image_models
 from tests.support.image_models import picture
 
@@ -188,3 +189,44 @@ def test_prompts_are_given_to_the_template_as_it_renders_them(llava: Path) -> No
         text
         == "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nWho counts?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_generate_answers_about_an_image(llava: Path, tmp_path: Path) -> None:
+    """The tokens are those of plain transformers with the inputs of its processor."""
+    picture(3, (40, 30)).save(tmp_path / "night.png")
+    options = ("--precision", "float32", "--device", "cpu", "--max-new-tokens", 6)
+    answer = run("generate", llava, "What is seen?", "--image", tmp_path / "night.png", *options)
+    assert answer.exit_code == 0, answer.stderr
+    processor, plain = (
+        Vision(llava, AutoConfig.from_pretrained(llava)).processor,
+        AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float32),
+    )
+    content = [{"type": "image"}, {"type": "text", "text": "What is seen?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    inputs = processor(text=text, images=[picture(3, (40, 30))], return_tensors="pt")
+    tokens = plain.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert answer.stdout.strip() == processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("What?", "--image", "{}/none.png"), "none.png' cannot be read"),
+        (("What? <image><image>", "--image", "{}/night.png"), "2 placeholders of images, but 1 image"),
+        (("What?", "--image", "{}/torn.png"), "torn.png' cannot be decoded"),
+    ],
+)
+def test_bad_images_of_generate(llava: Path, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    picture(3, (40, 30)).save(tmp_path / "night.png")
+    (tmp_path / "torn.png").write_bytes((tmp_path / "night.png").read_bytes()[:60])
+    result = run("generate", llava, *(each.format(tmp_path) for each in arguments))
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_an_image_for_a_model_of_text_is_rejected(tmp_path: Path) -> None:
+    picture(3, (40, 30)).save(tmp_path / "night.png")
+    model = save_model(tmp_path / "text")
+    result = run("generate", model, "What?", "--image", tmp_path / "night.png")
+    assert result.exit_code == 2
+    assert "reads only text" in result.stderr

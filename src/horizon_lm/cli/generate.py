@@ -13,6 +13,9 @@ from horizon_lm.errors import ConfigError
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or hub id.")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads standard input.")],
+    image: Annotated[
+        list[str] | None, typer.Option(help="File of an image, for models that read images; once for each image.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt, for models with a chat template.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens in the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")] = 0.0,
@@ -40,8 +43,29 @@ def generate(
     request, tokenizer = common.find_model(
         model, base, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
     )
-    inputs = prompt_inputs(tokenizer, text, system)
+    if image:
+        inputs = _with_images(request, tokenizer, text, image, system)
+    else:
+        found = prompt_inputs(tokenizer, text, system)
+        inputs = {name: found[name] for name in ("input_ids", "attention_mask")}
     _answer(open_model(request).eval(), tokenizer, inputs, max_new_tokens, temperature, seed)
+
+
+def _with_images(request: Any, tokenizer: Any, text: str, images: list[str], system: str | None) -> Any:
+    """Return the inputs of a prompt with images; raise ConfigError if the model does not read images."""
+    from horizon_lm.engine.opening.model_opening import find_folder
+    from horizon_lm.model.hf_config import load_config
+    from horizon_lm.model.source import ModelSource
+    from horizon_lm.runs.data.image_prompts import prompt_with_images
+    from horizon_lm.runs.data.vision import Vision, takes_images
+
+    trusts = request.trust_remote_code
+    if request.gguf_file is None:
+        _, folder = find_folder(request)  # of the base, if the model is a folder of adapters
+        config = load_config(folder, trusts)
+        if takes_images(ModelSource(config, str(folder), folder, trust_remote_code=trusts).skeleton()):
+            return prompt_with_images(tokenizer, Vision(folder, config, trust_remote_code=trusts), text, images, system)
+    raise ConfigError(f"--image: {request.name} reads only text; remove it, or name a model of images and text")
 
 
 def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temperature: float, seed: int) -> None:
@@ -66,8 +90,4 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
     print(forward_of(model).generation.describe(cache), file=sys.stderr, flush=True)
     torch.manual_seed(seed)
     with generation_settings(model, max_new_tokens, padding_id(tokenizer), temperature):
-        model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            streamer=VisibleStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        )
+        model.generate(**inputs, streamer=VisibleStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))

@@ -74,7 +74,7 @@ def open_model(request: OpenRequest) -> Any:
 
 def _open(request: OpenRequest, options: dict[str, Any]) -> Any:
     """Return the streamed model of a request, with the generation config of its folder."""
-    request, folder = _find_folder(request, **download_arguments(options))
+    request, folder = find_folder(request, **download_arguments(options))
     precision = read_precision(options)
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
@@ -98,7 +98,7 @@ def _open(request: OpenRequest, options: dict[str, Any]) -> Any:
     return _open_checkpoint(request, source, folder, arguments, quantization)
 
 
-def _find_folder(request: OpenRequest, **download: Any) -> tuple[OpenRequest, Path]:
+def find_folder(request: OpenRequest, **download: Any) -> tuple[OpenRequest, Path]:
     """Return the request, and the folder of its model. A folder of adapters becomes a request for their base.
 
     Args:
