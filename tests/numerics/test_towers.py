@@ -11,10 +11,10 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.calls.pass_orders import PassOrders
 from horizon_lm.engine.units.grad_sink import GradSink
 from horizon_lm.errors import GradientMismatchError, StreamingError
+from horizon_lm.model.proven import IMAGES, _table
 from horizon_lm.model.units import find_parts
 from horizon_lm.schedule.ops import Kind
 from tests.census.images import image_batch
-from tests.census.tiny_models import model_types
 from tests.support.gradients import assert_close_gradients, losses_together
 from tests.support.models_with_images import KINDS, streamed, text_batch, tiny
 from tests.support.tensor_memory import StorageMeter
@@ -284,7 +284,7 @@ def test_a_tower_that_is_called_twice_for_a_batch_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", model_types("image_text"))
+@pytest.mark.parametrize("kind", [kind for kind, entry in _table()["types"].items() if IMAGES in entry["features"]])
 def test_every_type_with_images(kind: str) -> None:
     plain = tiny(kind)
     images, model = image_batch(plain), streamed(plain, SimulatedDevice(), activation_checkpoints="host")
