@@ -8,8 +8,7 @@ from horizon_lm.errors import DataError
 from horizon_lm.runs.data.conversations import Example, Preference, RowError
 from horizon_lm.runs.data.examples import ExampleReader
 from horizon_lm.runs.data.sources import Source
-from horizon_lm.runs.data.tokenize import TokenImage
-from horizon_lm.runs.data.vision import Pictures
+from horizon_lm.runs.data.vision import Pictures, TokenImage
 
 if TYPE_CHECKING:
     import torch

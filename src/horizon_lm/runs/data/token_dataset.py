@@ -12,8 +12,9 @@ import xxhash
 
 from horizon_lm.runs.data.loaded_images import ImagesOfRows
 from horizon_lm.runs.data.table_cache import digest
-from horizon_lm.runs.data.tokenize import TokenImage, Tokens
+from horizon_lm.runs.data.tokenize import Tokens
 from horizon_lm.runs.data.tokenized_table import IMAGE_COLUMNS
+from horizon_lm.runs.data.vision import TokenImage
 
 _MAX_TYPED = (
     0.01  # occurrences of an end token inside of answers, for each at an end, that somebody may have typed into texts

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import Any
 
@@ -34,7 +34,7 @@ from horizon_lm.runs.data.conversations import (
 )
 from horizon_lm.runs.data.table_cache import digest
 from horizon_lm.runs.data.template_contents import TemplateContents
-from horizon_lm.runs.data.vision import Expanded, LoadedImage, Pictures
+from horizon_lm.runs.data.vision import Expanded, LoadedImage, Pictures, TokenImage, token_images
 
 
 class RowFlag(IntFlag):
@@ -58,26 +58,6 @@ class RowFlag(IntFlag):
 REASONS = (RowFlag.NO_ANSWER, RowFlag.CUT_ANSWER, RowFlag.SAME_ANSWERS)
 LEFT_OUT = reduce(or_, REASONS)  # rows with one of these are not used
 _NO_FLAGS, _NO_ENDS = RowFlag(0), np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenImage:
-    """An image in a tokenized sequence.
-
-    Attributes:
-        start, end: the index of its first token, and that behind its last one.
-        hash: a hash of the encoded image and of how it is processed.
-        file: the file that it was read from; empty if it is in the row.
-        state: size and time of the file.
-        name: its name in messages.
-    """
-
-    start: int
-    end: int
-    hash: str
-    file: str
-    state: str
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +192,7 @@ class ExampleTokenizer:
         flags = _flag_if(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
         flags |= _flag_if(RowFlag.NO_ANSWER, not has_answer(example))
         places = expanded.token_spans(np.array(encoded["offset_mapping"])) if images else []
-        return self._truncated(ids, trained, trained, flags, images=_token_images(images, places))
+        return self._truncated(ids, trained, trained, flags, images=token_images(images, places))
 
     def _tokenize_answer(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
         """Return the tokens of a prompt and its answer. ``train_on`` None: train the completion, or the assistant's tokens without one."""
@@ -233,7 +213,7 @@ class ExampleTokenizer:
             | _flag_if(RowFlag.NO_ANSWER, not has_answer(example) or not rendered.assistant.any())
         )
         ids, answer = rendered.ids.astype(np.int32), trained & rendered.assistant
-        found = _token_images(images, rendered.images)
+        found = token_images(images, rendered.images)
         return self._truncated(ids, trained, answer, flags, rendered.ends, rendered.inner, found)
 
     def _keeps(self, index: int) -> bool:
@@ -313,9 +293,13 @@ class ExampleTokenizer:
         if not images:
             return Expanded(text)
         assert self._pictures is not None
-        vision = self._pictures.vision
-        text = TemplateContents(self._tokenizer, {}, vision).place_in_text(text)
-        return vision.expand(text, [each.pixels for each in images])
+        return self._pictures.vision.expand(self._contents.place_in_text(text), [each.pixels for each in images])
+
+    @cached_property
+    def _contents(self) -> TemplateContents:
+        """The form in which the chat template writes images, found once for all rows."""
+        assert self._pictures is not None
+        return TemplateContents(self._tokenizer, {}, self._pictures.vision)
 
     def _require_images(self, ids: np.ndarray, images: Sequence[TokenImage]) -> None:
         """Raise RowError if tokens (T,) that the model reads as images stand for none, as in a text that is about such a token."""
@@ -348,21 +332,13 @@ class ExampleTokenizer:
             | _flag_if(RowFlag.BLANK, not has_text(example.prompt))
             | _flag_if(RowFlag.NO_ANSWER, not has_answer(example))
         )
-        found = _token_images(images, expanded.token_spans(offsets))
+        found = token_images(images, expanded.token_spans(offsets))
         return self._truncated(ids, trained, completion, flags, np.flatnonzero(ids == eos_id)[-1:], images=found)
 
     def _with_eos(self, text: str) -> str:
         """Return a text that ends with the tokenizer's end-of-sequence token, if it has one."""
         end = self._tokenizer.eos_token
         return text if end is None or text.endswith(end) else text + end
-
-
-def _token_images(images: Sequence[LoadedImage], places: Sequence[tuple[int, int]]) -> list[TokenImage]:
-    """Return the images of a sequence with their tokens, which are at ``places``."""
-    return [
-        TokenImage(start, end, each.hash, each.file, each.state, each.name)
-        for each, (start, end) in zip(images, places, strict=True)
-    ]
 
 
 def _part_starts(mask: np.ndarray) -> np.ndarray:

@@ -16,8 +16,8 @@ from horizon_lm.runs.data.examples import ExampleReader
 from horizon_lm.runs.data.image_files import is_address
 from horizon_lm.runs.data.sources import Source
 from horizon_lm.runs.data.table_cache import cannot_be_cached, digest, map_cached
-from horizon_lm.runs.data.tokenize import ExampleTokenizer, TokenImage, Tokens, flags_of_row
-from horizon_lm.runs.data.vision import file_state
+from horizon_lm.runs.data.tokenize import ExampleTokenizer, Tokens, flags_of_row
+from horizon_lm.runs.data.vision import TokenImage, file_state
 
 IMAGE_COLUMNS = ("images", "rejected_images")  # for the images of each sequence of a row
 _UNKNOWN = "unknown"  # state of an address that could not be downloaded, which is tried again each time
@@ -121,7 +121,8 @@ def _tokenize_rows(
 
 def _failed_image(place: str) -> TokenImage:
     """Return an image without tokens that stands for a file or an address in the table, so that rows are tokenized again once it changes."""
-    return TokenImage(0, 0, "", place, _UNKNOWN if is_address(place) else file_state(Path(place)), place)
+    state = _UNKNOWN if is_address(place) else file_state(Path(place))
+    return TokenImage(hash="", file=place, state=state, name=place, start=0, end=0)
 
 
 def _table_row(sequences: Sequence[Tokens], names: Sequence[tuple[str, str, str]]) -> dict[str, Any]:

@@ -225,22 +225,51 @@ def takes_images(model: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedImage:
-    """An image of a row, decoded.
+class ImageOrigin:
+    """The identity of an image of a row.
 
     Attributes:
-        pixels: the image, in RGB and within the limits of the run.
         hash: a hash of the encoded image and of how it is processed.
         file: the file that it was read from; empty if it is in the row.
         state: size and time of the file.
         name: its name in messages.
     """
 
-    pixels: Any
     hash: str
     file: str
     state: str
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage(ImageOrigin):
+    """An image of a row, decoded.
+
+    Attributes:
+        pixels: the image, in RGB and within the limits of the run.
+    """
+
+    pixels: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TokenImage(ImageOrigin):
+    """An image in a tokenized sequence.
+
+    Attributes:
+        start, end: the index of its first token, and that behind its last one.
+    """
+
+    start: int
+    end: int
+
+
+def token_images(images: Sequence[LoadedImage], places: Sequence[Span]) -> list[TokenImage]:
+    """Return the images of a sequence with their tokens, which are at ``places``."""
+    return [
+        TokenImage(each.hash, each.file, each.state, each.name, *place)
+        for each, place in zip(images, places, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +301,7 @@ class Pictures:
         content.update(digest(self.vision.dependencies).encode())
         state = "" if image.file is None else file_state(image.file)
         name = image.name if len(image.name) < 80 else f"{image.name[:77]}..."
-        return LoadedImage(pixels, content.hexdigest(), str(image.file or ""), state, name)
+        return LoadedImage(content.hexdigest(), str(image.file or ""), state, name, pixels)
 
 
 def file_state(file: Path) -> str:
