@@ -12,7 +12,8 @@ from torch import nn
 
 from horizon_lm.common.units import EMBED, Unit, block
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.forward_pass import Batch, PassOrder
+from horizon_lm.engine.passes.forward_pass import Batch
+from horizon_lm.engine.passes.forward_state import PassOrder
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.block_template import structure_key
@@ -146,6 +147,9 @@ def merged(orders: Sequence[PassOrder]) -> PassOrder:
     Raises:
         StreamingError: two orders have units in different orders.
     """
+    first, *others = orders
+    if all(each == first for each in others):  # as nearly always
+        return first
     left, units = [list(each.units) for each in orders], list[Unit]()
     while any(left):
         later = {unit for each in left for unit in each[1:]}

@@ -14,7 +14,8 @@ from horizon_lm.engine.calls.calls import Call, choose_cache, prepare_batch, req
 from horizon_lm.engine.calls.pass_orders import PassOrders
 from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.forward_pass import Batch, ForwardRequest, PassOrder
+from horizon_lm.engine.passes.forward_pass import Batch, ForwardRequest
+from horizon_lm.engine.passes.forward_state import PassOrder
 from horizon_lm.engine.passes.lockstep import keep_graph_together, run_together
 from horizon_lm.engine.passes.micro_batches import split_batches
 from horizon_lm.engine.passes.residency_planner import Rehearsal, ResidencyPlanner
@@ -71,11 +72,11 @@ class PassRunner:
             choose_cache(batch.call, recording)
             most_rows = engine.options.rows_at_once(batch.rows)
             require_supported(batch, most_rows, self._model_name, self._images)
-        size = self._size_of(batches)
-        # Before the pass, not within it: what is planned for a batch already holds in its own step.
         # The code around the blocks is tried only in a model with towers.
         with self._stand_ins() if engine.parts.towers else nullcontext():
             order = self._orders.of(batches, recording, inputs_need_grad)
+        size = self._size_of(batches)
+        # Before the pass, not within it: what is planned for a batch already holds in its own step.
         if recording and self.planner.is_needed(size):
             # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
             with engine.device.rng_state_restored():
@@ -153,8 +154,9 @@ class PassRunner:
         engine = self._engine
         largest = max(batches, key=lambda batch: (bool(batch.modal), self._tokens_at_once(batch)))
         num_micro_batches = len(split_batches([batch.rows for batch in batches], engine.options))
+        # The rehearsal computes no block by the cursor, and saves nothing. It ends at the last block: head and loss are planned from
+        # `head_peak`.
         request = ForwardRequest([largest], recording=False, order=self._orders.of_text(largest))
-        # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
         rehearsal = Rehearsal(engine, self._blocks.blocks, self._blocks.row_dims.of)
         answers = answers_of(engine.parts.blocks, rehearsal.answer)
         with self.planner.without_residency():

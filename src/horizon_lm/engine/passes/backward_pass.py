@@ -60,9 +60,9 @@ class BackwardPass:
         if engine.mesh.size == 1 or not engine.parts.towers:
             return executed
         # A rank without images executes the nodes of all absent blocks; what another rank does not differentiate, it leaves out.
-        own = [str(unit) for unit in executed if unit.is_block and unit.block_index not in self.state.absent]
+        own = [str(unit) for unit in executed if unit.is_block and unit.block_index not in self.state.order.absent]
         everywhere = {name for names in engine.mesh.exchange("the blocks of a backward pass", own) for name in names}
-        return [unit for unit in self.state.order if unit == EMBED or str(unit) in everywhere]
+        return [unit for unit in self.state.order.units if unit == EMBED or str(unit) in everywhere]
 
     def visits(self, unit: Unit) -> bool:
         """Return whether the pass differentiates a block."""

@@ -10,7 +10,7 @@ import torch
 
 from horizon_lm.common.units import EMBED, HEAD, Unit, block
 from horizon_lm.engine.passes.engine_state import EngineState
-from horizon_lm.engine.passes.forward_state import ForwardState, anchor_after
+from horizon_lm.engine.passes.forward_state import ForwardState, PassOrder, anchor_after
 from horizon_lm.engine.passes.micro_batches import (
     BatchParts,
     MicroBatch,
@@ -58,21 +58,6 @@ def version_of(tensor: torch.Tensor) -> int:
     """Return the number of writes to a tensor, as far as torch counts them."""
     # Tensors of inference mode do not count writes.
     return 0 if tensor.is_inference() else tensor._version
-
-
-@dataclass(frozen=True, slots=True)
-class PassOrder:
-    """The units that a pass computes between the outer parameters and the head.
-
-    Attributes:
-        units: the embedding, unless the caller passes ``inputs_embeds``, and the blocks, in the order in which they are computed.
-        differentiated: blocks that gradients flow through if a backward pass follows.
-        absent: blocks that only other ranks have inputs for. This rank takes part in moving their weights and gradients.
-    """
-
-    units: tuple[Unit, ...]
-    differentiated: frozenset[int]
-    absent: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +127,7 @@ class ForwardPass:
         # Read once: the nodes and the backward pass follow the parameters that are trained now, and none may be frozen in between.
         self.trained = engine.trainable()
         if request.recording:
-            self.state = self._record(keeps, request.may_have_head_grads)
+            self.state = self._record(request.may_have_head_grads)
             self.anchor = self.state.anchor.tensor
         self._drain_if_reshaped(keeps)
         # Experts with slots of their own are never resident.
@@ -225,14 +210,13 @@ class ForwardPass:
         engine.updates.table = None
         engine.saves.issue_table()
 
-    def _record(self, keeps: frozenset[int], has_head_grads: bool) -> ForwardState:
+    def _record(self, has_head_grads: bool) -> ForwardState:
         """Make the state of a pass that a backward pass may follow. Allocate host gradients, and take the room for graphs if it is free."""
         engine, between = self._engine, self._engine.between
         # At the first pass that records, when it is known which parameters are trained.
         allocate_grads(engine)
         anchor = between.anchor_of([engine.refs[name].param for names in self.trained.values() for name in names])
-        state = ForwardState(engine.store.version, self.order.units, keeps, self.trained, config_of(engine), anchor)
-        state.absent = self.order.absent
+        state = ForwardState(engine.store.version, self.order, self.trained, config_of(engine), anchor)
         # Held weakly, so that the state and its buffers are freed with a loss that is dropped without a backward pass.
         between.recorded.add(state)
         state.has_head_grads = has_head_grads
@@ -240,7 +224,7 @@ class ForwardPass:
         if between.graphs_lease.holder is None:
             state.graphs = frozenset(
                 index
-                for index in keeps
+                for index in state.keeps
                 if engine.residency.keeps_graph(index, engine.parts.num_blocks) and not engine.tiles.is_cut(index)
             )
             between.graphs_lease.take(state)

@@ -5,6 +5,7 @@ A boundary is the input of a block, kept from the forward pass to the backward p
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,14 +81,28 @@ def is_executed(node: "weakref.ref[Any]") -> bool:
     return alive is not None and torch._C._will_engine_execute_node(alive)
 
 
+@dataclass(frozen=True, slots=True)
+class PassOrder:
+    """The units that a pass computes between the outer parameters and the head.
+
+    Attributes:
+        units: the embedding, unless the caller passes ``inputs_embeds``, and the blocks, in the order in which they are computed.
+        differentiated: blocks that gradients flow through if a backward pass follows.
+        absent: blocks that only other ranks have inputs for. This rank takes part in moving their weights and gradients.
+    """
+
+    units: tuple[Unit, ...]
+    differentiated: frozenset[int]
+    absent: frozenset[int] = frozenset()
+
+
 class ForwardState:
     """The state of a recorded forward pass. Autograd's nodes refer to it; its buffers are freed with the last node.
 
     Attributes:
         version: version of the weights used in the forward pass.
-        order: the embedding and the blocks in the order in which they are computed.
+        order: the units that are computed.
         keeps: blocks whose boundary is kept.
-        absent: blocks that only other ranks have inputs for.
         trained: full names of the parameters that were trained, by unit.
         config: the model's config, as comparable values.
         anchor: the input shared by all autograd nodes of the forward pass.
@@ -102,13 +117,10 @@ class ForwardState:
     """
 
     def __init__(
-        self, version: int, order: Sequence[Unit], keeps: frozenset[int], trained: dict[Unit, list[str]], config: Any,
-        anchor: Anchor,
-    ) -> None:  # fmt: skip
+        self, version: int, order: PassOrder, trained: dict[Unit, list[str]], config: Any, anchor: Anchor
+    ) -> None:
         self.version = version
-        self.order = order
-        self.keeps = keeps
-        self.absent: frozenset[int] = frozenset()
+        self.order, self.keeps = order, order.differentiated
         self.trained = trained
         self.config = config
         self.anchor = anchor
@@ -126,7 +138,7 @@ class ForwardState:
 
     def executed(self) -> list[Unit]:
         """Return the embedding and the blocks that the backward pass which runs now differentiates, in the order of the forward pass."""
-        return [unit for unit in self.order if unit == EMBED or self._is_executed(unit.block_index)]
+        return [unit for unit in self.order.units if unit == EMBED or self._is_executed(unit.block_index)]
 
     def _is_executed(self, block: int) -> bool:
         """Return whether the backward pass which runs now differentiates a block."""

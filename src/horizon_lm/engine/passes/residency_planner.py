@@ -17,7 +17,7 @@ from horizon_lm.common.units import tile
 from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.device_buffers import buffer_options
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.forward_pass import PassOrder
+from horizon_lm.engine.passes.forward_state import PassOrder
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.memory.layout.buffers import BufferSettings, BufferTable, buffer_bytes

@@ -83,8 +83,6 @@ class Blocks(BlockComputation):
             )
             tensors = node.compute(*joined.tensors)
             forward.note_outputs(tensors)
-            if isinstance(node, TowerBlock):  # a model may use the outputs of some of a tower's blocks alone
-                state.nodes[index] = node.node
             # Rebuilt from the tensors that `compute` returns, which have the node as their grad_fn.
             return rebuild_all(node.outputs, tensors)
         if state is not None and any(each.requires_grad for each in joined.tensors):

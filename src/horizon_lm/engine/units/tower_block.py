@@ -66,13 +66,7 @@ class _Shared(torch.autograd.Function):
 
 
 class TowerBlock(BlockAutograd):
-    """The autograd state of one block of a tower in one forward pass.
-
-    Attributes:
-        node: autograd's node.
-    """
-
-    node: "weakref.ref[Any]"
+    """The autograd state of one block of a tower in one forward pass."""
 
     def __init__(
         self, blocks: BlockComputation, index: int, calls: BlockCalls, keys: tuple[str, ...], forward_state: ForwardState,
@@ -90,9 +84,9 @@ class TowerBlock(BlockAutograd):
         outputs = super().compute(*linked)
         num_tokens = len(self.outputs)
         tensors, tokens = list(outputs[:-num_tokens]), outputs[-num_tokens:]
-        self.node = weakref.ref(tokens[0].grad_fn)
+        own_node = self.forward_state.nodes[self.index] = weakref.ref(tokens[0].grad_fn)
         for each in self._inputs.values():
-            each.reader = self.node
+            each.reader = own_node
         for place, token in zip(self._hidden_outputs(), tokens, strict=True):
             shared: torch.Tensor = _Shared.apply(SharedOutput(token), tensors[place])
             node: Any = shared.grad_fn
