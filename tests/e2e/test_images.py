@@ -230,3 +230,12 @@ def test_an_image_for_a_model_of_text_is_rejected(tmp_path: Path) -> None:
     result = run("generate", model, "What?", "--image", tmp_path / "night.png")
     assert result.exit_code == 2
     assert "reads only text" in result.stderr
+
+
+def test_a_system_prompt_that_the_template_drops_is_named_with_images_too(tmp_path: Path) -> None:
+    picture(3, (40, 30)).save(tmp_path / "night.png")
+    template = image_models.LLAVA_TEMPLATE.replace("in messages %}", "in messages if message['role'] != 'system' %}")
+    model = image_models.save_llava(tmp_path / "model", template)
+    result = run("generate", model, "What?", "--image", tmp_path / "night.png", "--system", "Be brief.")
+    assert result.exit_code == 2
+    assert "the chat template drops the system prompt" in result.stderr

@@ -56,8 +56,8 @@ def _with_images(request: Any, tokenizer: Any, text: str, images: list[str], sys
     from horizon_lm.engine.opening.model_opening import find_folder
     from horizon_lm.model.hf_config import load_config
     from horizon_lm.model.source import ModelSource
-    from horizon_lm.runs.data.image_prompts import prompt_with_images
     from horizon_lm.runs.data.vision import Vision, takes_images
+    from horizon_lm.runs.training.image_prompts import prompt_with_images
 
     trusts = request.trust_remote_code
     if request.gguf_file is None:

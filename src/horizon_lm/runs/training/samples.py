@@ -67,12 +67,9 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None, day: s
         ConfigError: the chat template rejects the messages or drops the system prompt, or there is a system prompt and no chat
             template.
     """
+    messages = prompt_messages(tokenizer, prompt, system)
     if tokenizer.chat_template is None:
-        if system is not None:
-            raise ConfigError("a system prompt needs a chat template, which the tokenizer does not have")
         return tokenizer(prompt, return_tensors="pt")
-    messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": prompt})
     try:
         options = {"add_generation_prompt": True, **dated(tokenizer, day)}
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -82,9 +79,22 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None, day: s
         inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True, **options)
     except Exception as error:  # a template is a program and may raise any exception
         raise ConfigError(f"the chat template rejects the prompt: {first_line(error)}") from error
+    require_system(system, text)
+    return inputs
+
+
+def prompt_messages(tokenizer: Any, prompt: str, system: str | None) -> list[Message]:
+    """Return the messages of a prompt; raise ConfigError if there is a system prompt and no chat template."""
+    if system is not None and tokenizer.chat_template is None:
+        raise ConfigError("a system prompt needs a chat template, which the tokenizer does not have")
+    messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def require_system(system: str | None, text: str) -> None:
+    """Raise ConfigError if a rendered text lacks the system prompt."""
     if system is not None and system.strip() not in text:
         raise ConfigError("the chat template drops the system prompt; remove it, or put it into the prompt")
-    return inputs
 
 
 def end_line(tokenizer: Any, generation_config: Any, trained: Sequence[int]) -> str:

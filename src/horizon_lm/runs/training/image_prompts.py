@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.runs.data.conversations import Conversation, Message, RowError
+from horizon_lm.runs.data.conversations import Conversation, RowError
 from horizon_lm.runs.data.image_files import ImageBytes, decode
 from horizon_lm.runs.data.row_images import place_in_messages, place_in_text
 from horizon_lm.runs.data.template_contents import TemplateContents
 from horizon_lm.runs.data.vision import Vision
+from horizon_lm.runs.training.samples import prompt_messages, require_system
 
 
 def prompt_with_images(
@@ -25,7 +26,7 @@ def prompt_with_images(
         system: the system prompt, or None.
 
     Raises:
-        ConfigError: an image cannot be read, the prompt has another number of placeholders, or the chat template rejects it.
+        ConfigError: an image cannot be read, the prompt has another number of placeholders, or as `samples.prompt_inputs`.
     """
     try:
         pixels = [vision.scaled(decode(ImageBytes(_read(file), file))) for file in files]
@@ -50,19 +51,18 @@ def _rendered(tokenizer: Any, vision: Vision, prompt: str, files: Sequence[str],
     """Return the text of a prompt, with the token of the processor at the place of each image.
 
     Raises:
-        ConfigError: the chat template rejects the messages, or there is a system prompt and no chat template.
+        ConfigError: as `samples.prompt_inputs`.
         RowError: the prompt has another number of placeholders than images.
     """
-    row = {"images": [*files]}
+    row, messages = {"images": [*files]}, prompt_messages(tokenizer, prompt, system)
     if tokenizer.chat_template is None:
-        if system is not None:
-            raise ConfigError("a system prompt needs a chat template, which the tokenizer does not have")
         text, _ = place_in_text(row, prompt if "<image>" in prompt else "<image>" * len(files) + prompt)
         return TemplateContents(tokenizer, {}, vision).place_in_text(text)
-    messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
-    messages, references = place_in_messages(row, [*messages, {"role": "user", "content": prompt}])
+    messages, references = place_in_messages(row, messages)
     contents = TemplateContents(tokenizer, {}, vision).of(Conversation(messages, images=references))
     try:
-        return str(tokenizer.apply_chat_template(contents, tokenize=False, add_generation_prompt=True))
+        text = str(tokenizer.apply_chat_template(contents, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program and may raise any exception
         raise ConfigError(f"the chat template rejects the prompt: {first_line(error)}") from error
+    require_system(system, text)
+    return text
