@@ -1,6 +1,7 @@
 """The blocks of a tower are streamed as those of the decoder, and a batch without images leaves them out."""
 
 import copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -41,6 +42,14 @@ def assert_same_step(model: Any, plain: Any, batch: dict[str, torch.Tensor]) -> 
             assert found[name] is None, name
         else:
             torch.testing.assert_close(found[name], grad, rtol=0.0, atol=0.0, msg=name)
+
+
+def train_alike(models: Sequence[Any], optimizers: Sequence[Any], batches: Iterable[dict[str, torch.Tensor]]) -> None:
+    for batch in batches:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def assert_same_weights(model: Any, other: Any) -> None:
@@ -115,11 +124,7 @@ def test_with_resident_weights_and_graphs(kind: str) -> None:
     model = streamed(plain, SimulatedDevice(), resident_blocks=num_blocks, resident_graphs=num_blocks)
     images, apart = image_batch(plain), streamed(plain)
     optimizers = [horizon_lm.AdamW(each, lr=1e-3) for each in (model, apart)]
-    for batch in (images, text_batch(), images, text_batch(), images):
-        for each, optimizer in zip((model, apart), optimizers, strict=True):
-            each(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alike((model, apart), optimizers, (images, text_batch(), images, text_batch(), images))
     assert_same_weights(model, apart)
 
 
@@ -220,11 +225,7 @@ def test_update_in_backward() -> None:
     images, model = image_batch(plain), streamed(plain, SimulatedDevice())
     apart = streamed(plain)
     optimizers = [horizon_lm.AdamW(model, lr=1e-3, update_in_backward=True), horizon_lm.AdamW(apart, lr=1e-3)]
-    for batch in (images, text_batch(), images, text_batch()):
-        for each, optimizer in zip((model, apart), optimizers, strict=True):
-            each(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alike((model, apart), optimizers, (images, text_batch(), images, text_batch()))
     assert_same_weights(model, apart)
 
 
