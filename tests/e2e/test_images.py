@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -206,6 +207,21 @@ def test_generate_answers_about_an_image(llava: Path, tmp_path: Path) -> None:
     inputs = processor(text=text, images=[picture(3, (40, 30))], return_tensors="pt")
     tokens = plain.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert answer.stdout.strip() == processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_the_example_at_the_end_of_a_run_answers_about_an_image(
+    has_template: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = image_models.save_llava(tmp_path / "model", *[] if has_template else [None])
+    printed: list[str] = []
+    rows = [{"prompt": "<image>\nWhat is it?", "completion": " A star.", "images": ["0.png"]}]
+    given = settings(tmp_path, model, max_steps=1, per_device_train_batch_size=1)
+    horizon_lm.train(given | {"datasets": [str(write_jsonl(tmp_path / "rows.jsonl", rows))]}, print_fn=printed.append)
+    assert f'generate {tmp_path / "run" / "model"} "..." --image FILE' in printed[-1]
+    example = dedent(printed[-1].partition("Use it in Python:\n")[2])
+    exec(example.replace("FILE", str(tmp_path / "0.png")))
+    assert "'generated_text': " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

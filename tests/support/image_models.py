@@ -68,7 +68,7 @@ def tokenizer_with(template: str | None, *tokens: str, **named: str) -> Any:
     return tokenizer
 
 
-def save_llava(folder: Path, template: str = LLAVA_TEMPLATE) -> Path:
+def save_llava(folder: Path, template: str | None = LLAVA_TEMPLATE) -> Path:
     """Write a LLaVA that reads 16 x 16 pixels as four tokens."""
     tokenizer = tokenizer_with(template, "<image>")
     size = {"height": 16, "width": 16}

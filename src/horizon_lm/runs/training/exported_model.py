@@ -15,7 +15,7 @@ from horizon_lm.model.generation import write_generation_config
 from horizon_lm.runs.config import RunConfig
 from horizon_lm.runs.data.vision import Vision
 from horizon_lm.runs.training.output_folder import output_folder
-from horizon_lm.runs.training.run import RunResult
+from horizon_lm.runs.training.run import Run, RunResult
 from horizon_lm.runs.training.run_dir import RunDir
 
 
@@ -92,17 +92,16 @@ def push(config: RunConfig, folder: Path) -> str:
     return f"the trained model is at {repo}"
 
 
-def final_message(config: RunConfig, result: RunResult, num_steps: int, warning: str, has_template: bool) -> str:
+def final_message(config: RunConfig, run: Run, result: RunResult, warning: str) -> str:
     """Return the last lines of a run: early stop, skipped steps, and how to use the model, as commands that run as they are.
 
     Args:
         config: settings of the run.
+        run: the run.
         result: its result.
-        num_steps: the steps that were to be done.
         warning: lines to add, each with its line break.
-        has_template: the tokenizer has a chat template.
     """
-    steps_done, num_skipped = result.num_steps, result.num_skipped
+    steps_done, num_steps, num_skipped = result.num_steps, run.intervals.num_steps, result.num_skipped
     early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
     skipped = ""
     if num_skipped:
@@ -113,11 +112,22 @@ def final_message(config: RunConfig, result: RunResult, num_steps: int, warning:
     unproven = " --allow-unproven-model" if config.allow_unproven_model else ""
     if (result.model_dir / ADAPTER_CONFIG).is_file():
         merge = f"Merge the adapters into their base, for a model of its own:\n  horizon-lm merge {folder} OUT{trust}\n"
-    arguments = f'"text-generation", {json.dumps(str(result.model_dir))}{", trust_remote_code=True" if trust else ""}'
-    prompt = '[{"role": "user", "content": "..."}]' if has_template else '"..."'
+    task, inputs, image = _example(run)
+    arguments = f'"{task}", {json.dumps(str(result.model_dir))}{", trust_remote_code=True" if trust else ""}'
     return (
         f"{early}{skipped}{warning}\nThe trained model is in {result.model_dir}. Try it:\n"
-        f'  horizon-lm generate {folder} "..."{trust}{unproven}\n'
+        f'  horizon-lm generate {folder} "..."{image}{trust}{unproven}\n'
         f"{merge}Look at the run:\n  horizon-lm report {shlex.quote(str(result.output_dir))}\n"
-        f"Use it in Python:\n  from transformers import pipeline\n  print(pipeline({arguments})({prompt}))"
+        f"Use it in Python:\n  from transformers import pipeline\n  print(pipeline({arguments})({inputs}))"
     )
+
+
+def _example(run: Run) -> tuple[str, str, str]:
+    """Return the task of a run's model in transformers, an example of the inputs of its pipeline, and options for ``generate``."""
+    has_template = run.tokenizer.chat_template is not None
+    if run.vision is None:
+        return "text-generation", '[{"role": "user", "content": "..."}]' if has_template else '"..."', ""
+    contents = '[{"type": "image", "path": "FILE"}, {"type": "text", "text": "..."}]'
+    messages = f'text=[{{"role": "user", "content": {contents}}}]'
+    text = f'"FILE", text={json.dumps(f"{run.vision.processor.image_token} ...")}'
+    return "image-text-to-text", messages if has_template else text, " --image FILE"

@@ -100,8 +100,7 @@ def train(
             losses = training.metrics.totals
             warning = growth_warning("training", losses.first_loss, losses.last_loss)
             warning += growth_warning("eval", result.eval_loss_before, result.eval_loss_after)
-            has_template = prepared.tokenizer.chat_template is not None
-            reporter.print(final_message(config, result, prepared.intervals.num_steps, warning, has_template))
+            reporter.print(final_message(config, prepared, result, warning))
     return result
 
 
