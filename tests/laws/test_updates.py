@@ -8,6 +8,7 @@ import torch
 import horizon_lm
 from horizon_lm.common.optimizers import MOMENT_BYTES, OPTIMIZERS, OptimizerEntry
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, StreamingError
+from horizon_lm.optim.grad_norm import clip_factor
 from tests.support import tiny_models
 from tests.support.training_steps import masters, same, train
 
@@ -41,6 +42,23 @@ def test_fp32_master_is_an_exact_float32_master(entry: OptimizerEntry) -> None:
         high = (master.view(torch.int32) + 0x8000) >> 16  # ties go away from zero
         shown = models[0][0].get_parameter(name).detach()
         assert torch.equal(shown.view(torch.int16), high.to(torch.int16)), name
+
+
+@pytest.mark.parametrize("norm", [1e-8, 0.05, 0.3, 0.31, 40.0])
+def test_gradients_are_clipped_by_the_factor_of_torch(norm: float) -> None:
+    """Also where the norm is below the limit, so that nothing is scaled."""
+    grad = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    grad.grad = torch.full_like(grad, norm)
+    torch.nn.utils.clip_grad_norm_([grad], 0.3)
+    assert norm * clip_factor(norm, 0.3) == pytest.approx(float(grad.grad), rel=1e-15, abs=0)
+
+
+@EACH
+def test_a_limit_above_the_norm_of_the_gradients_changes_no_bit(entry: OptimizerEntry) -> None:
+    trained = [opened(entry, max_grad_norm=limit) for limit in (None, 1e9)]
+    for model, optimizer in trained:
+        train(model, optimizer, (0, 1))
+    assert same(*(model for model, _ in trained))
 
 
 @EACH
