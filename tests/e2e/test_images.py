@@ -109,7 +109,7 @@ def test_a_resume_with_another_image_is_rejected(llava: Path, tmp_path: Path, ru
 def test_an_image_that_changes_during_a_run_ends_it(llava: Path, tmp_path: Path, runs: Runs) -> None:
     runs.before_step[2] = lambda: [picture(99).save(path) for path in tmp_path.glob("*.png")]
     with pytest.raises(DataError, match=r"rows.jsonl:\d: image '\d.png' has changed since the run began"):
-        runs.train(settings(tmp_path, llava))
+        runs.train(settings(tmp_path, llava, max_steps=7))  # batches of two steps are built ahead
 
 
 def test_preferences_with_images_are_trained_on(llava: Path, tmp_path: Path, runs: Runs) -> None:

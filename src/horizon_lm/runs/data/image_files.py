@@ -7,6 +7,7 @@ is decoded only if its format is a plain one and its header names few pixels.
 import base64
 import binascii
 import io
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from horizon_lm.runs.data.conversations import RowError, describe_type
 from horizon_lm.runs.data.downloads import download
 
 _MAX_BYTES = 2**28  # of a file
+_MAX_PIXELS = 89_478_485  # a quarter of a GiB in RGB, as pillow's own limit
 _MAX_RATIO = 200  # of the sides: processors enlarge the shorter one, so a line of pixels would become gigabytes
+_PILLOW = re.compile(r"PIL\.")  # its modules
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")  # pillow runs programs for some others
 _DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # more than 8 bits a channel, which pillow cuts off
 
@@ -147,20 +150,16 @@ def decode(image: ImageBytes) -> Any:
     """
     from PIL import Image, ImageOps
 
+    _silence_pillow()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pillow, about odd metadata
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            opened = Image.open(io.BytesIO(image.content), formats=_FORMATS)
-            _require_usable(opened, image)
-            opened.load()
-            return ImageOps.exif_transpose(opened).convert("RGB")
+        opened = Image.open(io.BytesIO(image.content), formats=_FORMATS)
+        _require_usable(opened, image)
+        opened.load()
+        return ImageOps.exif_transpose(opened).convert("RGB")
     except RowError:
         raise
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise RowError(
-            f"image {image.name!r} has more than {Image.MAX_IMAGE_PIXELS:,} pixels; scale it down", image.name
-        ) from error
+    except Image.DecompressionBombError as error:
+        raise _too_large(image) from error
     except Exception as error:  # decoders raise anything for damaged data
         raise RowError(
             f"image {image.name!r} cannot be decoded ({type(error).__name__}: {_without_address(error)}); save it again as PNG or JPEG",
@@ -171,6 +170,8 @@ def decode(image: ImageBytes) -> Any:
 def _require_usable(opened: Any, image: ImageBytes) -> None:
     """Raise RowError for an image whose header says that its shape or depth cannot be used."""
     width, height = opened.size
+    if width * height > _MAX_PIXELS:
+        raise _too_large(image)
     if max(width, height) > _MAX_RATIO * min(width, height):
         raise RowError(
             f"image {image.name!r} has {width} x {height} pixels, and one side may be at most {_MAX_RATIO} times the other; crop it",
@@ -178,6 +179,16 @@ def _require_usable(opened: Any, image: ImageBytes) -> None:
         )
     if opened.mode in _DEEP_MODES:
         raise RowError(f"image {image.name!r} has more than 8 bits a channel; convert it to 8 bits", image.name)
+
+
+def _too_large(image: ImageBytes) -> RowError:
+    return RowError(f"image {image.name!r} has more than {_MAX_PIXELS:,} pixels; scale it down", image.name)
+
+
+def _silence_pillow() -> None:
+    """Ignore pillow's warnings, which are about odd metadata. Images are decoded in threads, where `catch_warnings` is not safe."""
+    if not any(module == _PILLOW for _, _, _, module, _ in warnings.filters):
+        warnings.filterwarnings("ignore", module=_PILLOW.pattern)
 
 
 def _without_address(error: Exception) -> str:

@@ -118,7 +118,7 @@ def _num_extra(weight: float, size: int) -> int:
     return min(size, max(fewest, round((weight - int(weight)) * size)))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # batches of the next epoch are built while this one ends
 def _epoch_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> np.ndarray:
     """Return the row indices of an epoch in order; see `Sampler`. The array is cached, and must not be changed."""
     parts, start = [], 0

@@ -98,6 +98,11 @@ class TokenTable(Sequence[Row]):
         num_sequences = max(part.num_sequences for part in self._parts)  # of a row; the same in all parts
         return int(self.num_tokens.min()) < num_sequences * int(self.lengths.max())
 
+    @cached_property
+    def has_images(self) -> bool:
+        """True if a row in use has an image."""
+        return any(part.with_images[part.indices].any() for part in self._parts)
+
     def part_sizes(self) -> list[int]:
         """Return the number of rows in each dataset."""
         return [len(part.indices) for part in self._parts]

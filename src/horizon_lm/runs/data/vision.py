@@ -3,6 +3,7 @@
 import inspect
 import math
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,12 +81,16 @@ class Vision:
     ) -> None:  # fmt: skip
         self._folder, self._config, self._trust_remote_code = folder, config, trust_remote_code
         self._max_pixels, self._min_pixels = max_pixels, min_pixels
+        self._lock = threading.Lock()  # a tokenizer raises an error if two threads set its padding
         files = [(folder / name).read_bytes() if (folder / name).is_file() else b"" for name in _FILES]
         self.dependencies = [max_pixels, min_pixels, [xxhash.xxh3_128(content).hexdigest() for content in files]]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the processor, which each process opens for itself."""
-        return {name: value for name, value in vars(self).items() if name != "processor"}
+        return {name: value for name, value in vars(self).items() if name not in ("processor", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     @cached_property
     def processor(self) -> Any:
@@ -183,8 +188,11 @@ class Vision:
 
         # Each sequence by itself, since some processors cut an image into crops only if it is the only one.
         groups = [[*group] for group in images if group]
-        texts = [" ".join([self.processor.image_token] * len(group)) for group in groups]
-        made = self.processor(text=texts, images=groups, add_special_tokens=False, padding=True, return_tensors="pt")
+        with self._lock:  # also while it is opened
+            texts = [" ".join([self.processor.image_token] * len(group)) for group in groups]
+            made = self.processor(
+                text=texts, images=groups, add_special_tokens=False, padding=True, return_tensors="pt"
+            )
         found = {name: value for name, value in made.items() if name not in _TEXT_INPUTS}
         if self.processor.return_mm_token_type_ids:
             name = next((name for name in _TYPES if name in self.processor.model_input_names), _TYPES[0])

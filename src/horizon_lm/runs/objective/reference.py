@@ -17,6 +17,7 @@ from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.memory.arena import as_array
 from horizon_lm.memory.unit_slabs import Slab
+from horizon_lm.runs.data.ahead import BatchesAhead
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.data.loader import batch_from
 from horizon_lm.runs.data.token_dataset import TokenTable
@@ -166,11 +167,17 @@ class ReferenceCache:
         missing = [
             first for first in range(0, len(rows), batch_size) if not file.known[first : first + batch_size].all()
         ]
-        with evaluation_mode(self._model), nullcontext() if self._with_adapters else without_adapters(self._model):
-            for turn in range(0, len(missing), mesh.size):
-                starts = missing[turn : turn + mesh.size]  # the first row of each rank's batch
-                batch = batch_from(rows, starts[min(mesh.rank, len(starts) - 1)], batch_size)
-                logprobs, _ = answer_logprobs(self._model, batch)
+        # The first row of each rank's batch, by turn.
+        turns = [missing[first : first + mesh.size] for first in range(0, len(missing), mesh.size)]
+
+        def build(turn: int) -> Batch:
+            starts = turns[turn]
+            return batch_from(rows, starts[min(mesh.rank, len(starts) - 1)], batch_size)
+
+        adapters = nullcontext() if self._with_adapters else without_adapters(self._model)
+        with evaluation_mode(self._model), adapters, BatchesAhead(build, len(turns), rows) as batches:
+            for turn, starts in enumerate(turns):
+                logprobs, _ = answer_logprobs(self._model, batches.batch(turn))
                 pairs = logprobs.T.cpu().numpy()
                 everyone = mesh.exchange("the reference", pairs.tolist())
                 # Ranks beyond the starts have repeated the last batch.

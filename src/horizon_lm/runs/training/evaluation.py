@@ -6,6 +6,8 @@ from dataclasses import astuple, dataclass, field
 from typing import Any, cast
 
 from horizon_lm.errors import NonFiniteError
+from horizon_lm.runs.data.ahead import BatchesAhead
+from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.data.loader import batch_from
 from horizon_lm.runs.data.token_dataset import TokenTable
 from horizon_lm.runs.objective.base import Loss, evaluation_mode
@@ -115,14 +117,19 @@ class Evaluation(Part):
         model, objective = self._training.model, self._training.objectives.eval_sets[name]
         ranks, batch_size = self._ranks, self._config.per_device_eval_batch_size
         num_batches = -(-len(rows) // batch_size)
-        with evaluation_mode(model):
-            for first_batch in range(0, num_batches, ranks.size):
-                own_batch = first_batch + ranks.rank
-                batch = batch_from(rows, min(own_batch, num_batches - 1) * batch_size, batch_size)
+        num_turns = -(-num_batches // ranks.size)
+
+        def build(turn: int) -> Batch:
+            own_batch = min(turn * ranks.size + ranks.rank, num_batches - 1)
+            return batch_from(rows, own_batch * batch_size, batch_size)
+
+        with evaluation_mode(model), BatchesAhead(build, num_turns, rows) as batches:
+            for turn in range(num_turns):
+                batch = batches.batch(turn)
                 loss = objective(model, batch)
-                if own_batch < num_batches:
+                if turn * ranks.size + ranks.rank < num_batches:
                     total.add(_batch_total(loss, batch.num_trained))
-                yield min((first_batch + ranks.size) * batch_size, len(rows)) - first_batch * batch_size
+                yield min((turn + 1) * ranks.size * batch_size, len(rows)) - turn * ranks.size * batch_size
 
     def _sum_over_ranks(self, of_this_rank: "_Total") -> "_Total":
         """Return the sums over all ranks, added in the order of ranks, so that each rank gets the same bits."""

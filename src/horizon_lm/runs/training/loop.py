@@ -9,6 +9,7 @@ import numpy as np
 from horizon_lm.device.host_copy import HostCopy
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import InterruptedRunError, RankLostError, first_line
+from horizon_lm.runs.data.ahead import BatchesAhead
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.training.busy_cores import BusyCores
 from horizon_lm.runs.training.evaluation import Evaluation
@@ -61,6 +62,7 @@ class Loop:
             Watchdog(step_timeout, lambda: engine_of(self.model).cursor.describe_unfinished()),
             LongSteps(run, training),
         ]
+        self.batches = BatchesAhead(self.data.loader.batch, self.intervals.num_steps, self.data.training.packed)
         self.due = replace(self.intervals, requests=self.requests)  # by the settings, or by the parts
         state.keep("callbacks", self.callbacks)
         # Last, because it removes lines: no other state can be damaged then.
@@ -69,11 +71,12 @@ class Loop:
     def run(self) -> RunResult:
         """Run all steps, those after a checkpoint if there is one, and export the model."""
         step = self.begin()
-        while step < self.intervals.num_steps and not self.requests().stop:
-            self.stop_if_interrupted(step)
-            step += 1
-            self.run_step(step)
-            self.finish_step(step)
+        with self.batches:
+            while step < self.intervals.num_steps and not self.requests().stop:
+                self.stop_if_interrupted(step)
+                step += 1
+                self.run_step(step)
+                self.finish_step(step)
         return self.end(step)
 
     def requests(self) -> Control:
@@ -104,7 +107,7 @@ class Loop:
         with ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(part.during_step(step))
-            self.first_step.run(partial(self.train_step, self.data.loader.batch(step - 1), step), step)
+            self.first_step.run(partial(self.train_step, self.batches.batch(step - 1), step), step)
 
     def train_step(self, batch: Batch, step: int) -> None:
         """Run the forward pass, the backward pass and the update of a step, and add its results to the metrics."""
