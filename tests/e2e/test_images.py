@@ -24,6 +24,7 @@ SAVE = {
     "llava": image_models.save_llava,
     "gemma3": image_models.save_gemma3,
     "qwen2_5_vl": image_models.save_qwen2_5_vl,
+    "qwen3_5": image_models.save_qwen3_5,
 }
 
 
@@ -76,7 +77,10 @@ def test_the_first_loss_is_that_of_transformers(kind: str, tmp_path: Path, runs:
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert line["loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
     assert (
-        tmp_path / "run" / "model" / ("preprocessor_config.json" if kind == "qwen2_5_vl" else "processor_config.json")
+        tmp_path
+        / "run"
+        / "model"
+        / ("preprocessor_config.json" if kind.startswith("qwen") else "processor_config.json")
     ).is_file()
 
 
@@ -88,6 +92,31 @@ def _text(processor: Any, number: int) -> str:
         {"role": "assistant", "content": [{"type": "text", "text": f"{number} stars."}]},
     ]
     return str(processor.apply_chat_template(messages, tokenize=False))
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_5"])
+def test_runs_on_text_keep_the_tower(kind: str, tmp_path: Path, runs: Runs) -> None:
+    """The trained model, and that of a checkpoint, are of the class that was read, with its tower and its processor."""
+    model = SAVE[kind](tmp_path / "model")
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The keeper."}]
+    rows = write_jsonl(tmp_path / "text.jsonl", [{"messages": turns}] * 3)
+    given = settings(tmp_path, model, datasets=[str(rows)], max_steps=2, save_strategy="steps", save_steps=1)
+    runs.train(given)
+    assert run("export", tmp_path / "run" / "checkpoint-1", tmp_path / "exported").exit_code == 0
+    before = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    for folder in (tmp_path / "run" / "model", tmp_path / "exported"):
+        after, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        assert type(after) is type(before)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        changed = {
+            name
+            for (name, new), (_, old) in zip(after.named_parameters(), before.named_parameters(), strict=True)
+            if not torch.equal(new, old)
+        }
+        assert changed
+        assert all("language_model" in name or "lm_head" in name for name in changed)
+        assert Vision(folder, after.config).processor.image_token
 
 
 def test_a_resume_is_exact(llava: Path, tmp_path: Path, runs: Runs) -> None:

@@ -288,7 +288,9 @@ def test_types_without_a_classifier_are_rejected(tmp_path: Path) -> None:
 
 def test_other_classes_are_rejected(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="model_class is AutoModel; use AutoModelForCausalLM or"):
+    with pytest.raises(
+        ConfigError, match="model_class is AutoModel; use AutoModelForCausalLM, AutoModelForImageTextToText or"
+    ):
         horizon_lm.from_pretrained(tmp_path, device="cpu", model_class=AutoModel)
     with pytest.raises(ConfigError, match=r"model_class is AutoModel;.*stream\(\) it"):
         horizon_lm.from_pretrained(tmp_path, device="cpu", model_class=AutoModel, config=build().config)

@@ -20,6 +20,8 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from tests.e2e.tiny import build_tokenizer
@@ -128,6 +130,32 @@ def save_qwen2_5_vl(folder: Path, template: str = QWEN_TEMPLATE) -> Path:
         text_config={"vocab_size": len(tokenizer), "rope_parameters": rope, **_TEXT}, **ids,
     )  # fmt: skip
     return _save(Qwen2_5_VLForConditionalGeneration, config, folder, tokenizer)
+
+
+def save_qwen3_5(folder: Path) -> Path:
+    """Write a Qwen 3.5, which transformers also has as a causal language model, and whose images are those of `save_qwen2_5_vl`."""
+    tokenizer = tokenizer_with(QWEN_TEMPLATE, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    Qwen2VLImageProcessorPil(size={"shortest_edge": 256, "longest_edge": 4096}, patch_size=8).save_pretrained(folder)
+    names = {
+        "vision_start": "<|vision_start|>",
+        "vision_end": "<|vision_end|>",
+        "image": "<|image_pad|>",
+        "video": "<|video_pad|>",
+    }
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    config = Qwen3_5Config(
+        vision_config={
+            "depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 8, "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+        },
+        text_config={
+            "vocab_size": len(tokenizer), "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+            "rope_parameters": rope, **_TEXT,
+        },
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
+    )  # fmt: skip
+    return _save(Qwen3_5ForConditionalGeneration, config, folder, tokenizer)
 
 
 def _save(model_class: Any, config: Any, folder: Path, tokenizer: Any) -> Path:

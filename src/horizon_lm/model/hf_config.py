@@ -14,6 +14,7 @@ from horizon_lm.model.config_limits import read_settings, require_sane_config
 from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files, weight_files
 from horizon_lm.model.gguf_config import config_of
 from horizon_lm.model.own_head import has_own_head
+from horizon_lm.model.proven import is_proven
 from horizon_lm.model.quantization import matrix_codec, quantization_of
 from horizon_lm.model.tying import declare_untied
 
@@ -78,26 +79,31 @@ def _own_type_remedy(folder: Path) -> str:
 
 
 def auto_class(model_class: Any, config: Any = None) -> Any:
-    """Return the class of transformers that builds a model. For None, it is AutoModelForCausalLM, or AutoModelForImageTextToText if a
-    config has no causal language model, but a model of images and text.
+    """Return the class of transformers that builds a model. For None, it is AutoModelForCausalLM, or AutoModelForImageTextToText if the
+    config is that of a model of images and text (`_reads_images`).
 
     Raises:
         ConfigError: models of this class are not read from a folder.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-    if model_class is None and _reads_images(config):
-        return AutoModelForImageTextToText
-    if model_class not in (None, AutoModelForCausalLM, AutoModelForSequenceClassification):
+    if model_class is None:
+        return AutoModelForImageTextToText if _reads_images(config) else AutoModelForCausalLM
+    known = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification)
+    if model_class not in known:
         raise ConfigError(
-            f"model_class is {getattr(model_class, '__name__', model_class)}; use AutoModelForCausalLM or "
-            "AutoModelForSequenceClassification, or load the model with transformers and stream() it"
+            f"model_class is {getattr(model_class, '__name__', model_class)}; use {', '.join(each.__name__ for each in known[:-1])} or "
+            f"{known[-1].__name__}, or load the model with transformers and stream() it"
         )
-    return model_class or AutoModelForCausalLM
+    return model_class
 
 
 def _reads_images(config: Any) -> bool:
-    """Return whether transformers has a model of images and text for a config, and no causal language model."""
+    """Return whether a config is that of a model of images and text.
+
+    It is if transformers has no causal language model for it. If there is one, too, which has no tower and would drop its weights, the
+    model is what it was saved as, unless only the language model is proven.
+    """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -106,20 +112,27 @@ def _reads_images(config: Any) -> bool:
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
     )
-    return not causal and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return False
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+    return not causal or (name in _architectures(config) and is_proven(config.model_type, name))
 
 
 def saved_class(config: Any) -> Any:
     """Return the class (see `auto_class`) of the model that a config was saved with."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification if _classifier_name(config) else AutoModelForCausalLM
+    return AutoModelForSequenceClassification if _classifier_name(config) else auto_class(None, config)
+
+
+def _architectures(config: Any) -> list[str]:
+    """Return the names of the classes that a config was saved with."""
+    return [*map(str, config.architectures)] if isinstance(config.architectures, list) else []
 
 
 def _classifier_name(config: Any) -> str:
     """Return the sequence classification model among the architectures of a config; empty if there is none."""
-    names = config.architectures if isinstance(config.architectures, list) else []
-    return next((name for name in map(str, names) if name.endswith("ForSequenceClassification")), "")
+    return next((name for name in _architectures(config) if name.endswith("ForSequenceClassification")), "")
 
 
 def require_model(config: Any, place: str, model_class: Any) -> Any:
@@ -135,12 +148,14 @@ def require_model(config: Any, place: str, model_class: Any) -> Any:
         matrix_codec(quantization, place)  # raises the error of a format that is not decoded
     _reject_hub_kernels(config, place)
     auto_map = getattr(config, "auto_map", None) or {}
-    causal, mapping = model_class is not AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    if causal:
-        reads_text = model_class is AutoModelForCausalLM
-        mapping = MODEL_FOR_CAUSAL_LM_MAPPING if reads_text else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    causal = model_class is not AutoModelForSequenceClassification
+    if not causal:
+        mapping, kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "sequence classification model"
+    elif model_class is AutoModelForCausalLM:
+        mapping, kind = MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model"
+    else:
+        mapping, kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, "model of images and text"
     if type(config) not in mapping and model_class.__name__ not in auto_map:
-        kind = "causal language model" if causal else "sequence classification model"
         raise ModelNotSupportedError(
             f"{place}: {config.model_type!r} has no {kind} in transformers; Horizon-LM trains decoders"
         )

@@ -54,6 +54,11 @@ def find_proof(parts: ModelParts) -> Proof:
     return Proof(name, missing, frozenset() if missing else frozenset(entry["features"]))
 
 
+def is_proven(kind: str, name: str) -> bool:
+    """Return whether models of a type and a class, given by their names, were proven."""
+    return bool(_table()["types"].get(kind, {}).get("class") == name)
+
+
 def require_proven(reason: str) -> None:
     """Raise ModelNotSupportedError if there is a reason why a model is unproven (`Proof.reason_against`)."""
     if reason:

@@ -17,7 +17,7 @@ class ModelSource:
         config: Hugging Face config, which is copied.
         place: the model's name in messages.
         folder: the folder of its files; None if they are not on this machine.
-        model_class: class of transformers that opens the model; None for a causal language model.
+        model_class: class of transformers that opens the model; None for that of the checkpoint (`hf_config.auto_class`).
         trust_remote_code, attn_implementation: as in `horizon_lm.from_pretrained`.
         dtype: dtype that transformers would open the model in; None for that of the config.
 

@@ -146,7 +146,8 @@ def from_pretrained(
         subfolder: the folder of the model inside of ``model_name_or_path``.
         config: the config to use instead of the folder's, or another folder or hub id that has it; a GGUF file has its own.
         model_class: ``transformers.AutoModelForSequenceClassification`` for a reward model or another classifier of rows,
-            whose ``score`` is newly initialised if the folder has none; None for a causal language model.
+            whose ``score`` is newly initialised if the folder has none; ``AutoModelForCausalLM`` or
+            ``AutoModelForImageTextToText``; None for that of these two which the folder was saved from.
         options: other arguments of `stream` and of transformers' ``from_pretrained``: ``dtype``, ``revision``,
             ``cache_dir``, ``token``, ``force_download``, ``local_files_only``, and attributes of the model's config.
             A ``device_map`` to one GPU is ``device``, and its ``max_memory`` is ``device_memory``. Arguments that streaming does

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _FILES = ("preprocessor_config.json", "processor_config.json")  # that say how images are processed
+_FILMS = "video_preprocessor_config.json"  # read by transformers whenever it opens the whole processor
 _OFFSETS = "text_replacement_offsets"
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments of models for the kind of each token
 _TEXT_INPUTS = ("input_ids", "attention_mask", *_TYPES, _OFFSETS)
@@ -122,8 +123,8 @@ class Vision:
         return [value for name in names if isinstance(value := getattr(self._config, name, None), int)]
 
     def copy_files(self, folder: Path) -> None:
-        """Copy the files that say how images are processed into a folder of the model."""
-        for path in (self._folder / name for name in _FILES):
+        """Copy the files that say how images, and films, are processed into a folder of the model."""
+        for path in (self._folder / name for name in (*_FILES, _FILMS)):
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
 

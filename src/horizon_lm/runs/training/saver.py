@@ -120,8 +120,10 @@ class Saver(Part):
         training, run = self._training, self._run
 
         def add_files(part: Path) -> None:
-            """Write the tokenizer and the run file."""
+            """Write the tokenizer, the files of the processor of images, and the run file."""
             run.tokenizer.save_pretrained(part)
+            if run.vision is not None:
+                run.vision.copy_files(part)
             (part / "run.yaml").write_text(run.session.run_dir.settings, encoding="utf-8")
 
         state = run.identity(training.model, step) | training.state.state_dict()
