@@ -25,6 +25,15 @@ _LIMITS = (
 )
 
 
+_MAX_EDGE = 4_096  # pixels along an edge; published processors scale to up to 2,048
+_PROCESSOR_LIMITS = (  # the smallest and the largest value of a setting; its product with others is what is allocated
+    (re.compile(r"(edge|height|width|size)$"), 1, _MAX_EDGE),
+    (re.compile(r"pixels$"), 0, 2**26),  # published processors have up to 2**24
+    (re.compile(r"(patches|tiles|crops|splits)$"), 0, 4_096),  # published processors have up to 2,048
+    (re.compile(r"(tokens|length|seq_len)$"), 0, 2**16),
+)
+
+
 def require_sane_config(path: Path) -> None:
     """Raise ConfigError if a ``config.json`` is missing or no JSON object, has a size that no model has, or names no type of model."""
     if not path.is_file():
@@ -53,6 +62,29 @@ def require_sane_sizes(content: Mapping[str, Any], place: Path) -> None:
         limit = next((limit for pattern, limit in _LIMITS if pattern.search(name)), None)
         if limit is not None and value > limit:
             raise ConfigError(f"{place}: {name} is {value:,}, more than the {limit:,} that are supported; correct it")
+
+
+def require_sane_processor(path: Path) -> None:
+    """Raise ConfigError if the file of a processor of images cannot be read, or has a size to which no processor scales images."""
+    for name, kind, value in _processor_numbers(read_settings(path)):
+        limits = next(((low, high) for pattern, low, high in _PROCESSOR_LIMITS if pattern.search(kind)), None)
+        if limits is not None and not limits[0] <= value <= limits[1]:  # nor is NaN
+            raise ConfigError(f"{path}: {name} is {value:,}, but must be from {limits[0]} to {limits[1]:,}; correct it")
+
+
+def _processor_numbers(settings: Any, name: str = "", kind: str = "") -> Iterator[tuple[str, str, float]]:
+    """Yield all numbers in nested settings of a processor, each with its name, and the name that says what it counts."""
+    if isinstance(settings, list):
+        for each in settings:
+            yield from _processor_numbers(each, name, kind)
+    elif isinstance(settings, Mapping):
+        longest = settings.get("longest_edge")
+        counts_pixels = isinstance(longest, int | float) and longest > _MAX_EDGE  # as Qwen-VL's edges do
+        for key, each in settings.items():
+            edge = str(key).endswith("_edge")
+            yield from _processor_numbers(each, str(key), "pixels" if edge and counts_pixels else str(key))
+    elif isinstance(settings, int | float) and not isinstance(settings, bool):
+        yield name, kind, settings
 
 
 def _whole_numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:

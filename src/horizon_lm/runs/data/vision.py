@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from horizon_lm.errors import ConfigError, HorizonError, first_line
+from horizon_lm.model.config_limits import require_sane_processor
 from horizon_lm.runs.data.answer_spans import Span
 from horizon_lm.runs.data.conversations import RowError
 from horizon_lm.runs.data.image_files import ImageBytes, ImageFiles, decode, require_pillow
@@ -97,6 +98,9 @@ class Vision:
     def processor(self) -> Any:
         """The processor of transformers, without its parts for films and sounds."""
         require_pillow()
+        for path in (self._folder / name for name in _FILES):
+            if path.is_file():
+                require_sane_processor(path)
         try:
             # trust_remote_code is passed even if it is False: without it, transformers asks on standard input.
             opened = _images_only(self._config)
