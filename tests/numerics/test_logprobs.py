@@ -12,7 +12,7 @@ import horizon_lm
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.measure.head_probe import head_peak
-from tests.support import tiny_models
+from tests.support import models_with_images, tiny_models
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned
 
@@ -180,3 +180,17 @@ def test_auxiliary_loss_of_experts_is_returned(family: str, head: str) -> None:
     torch.testing.assert_close(loss, expected)
     for name, param in streamed.named_parameters():
         torch.testing.assert_close(param.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_auxiliary_loss_of_a_model_of_images_has_the_weight_of_its_text_config(kind: str) -> None:
+    inputs = models_with_images.text_batch() | {"output_router_logits": True}
+    plain = models_with_images.tiny(kind)
+    plain.config.text_config.router_aux_loss_coef = 0.5
+    streamed = models_with_images.streamed(plain)
+    expected = plain(**inputs)
+    output = horizon_lm.token_logprobs(streamed, **inputs)
+    assert output.aux_loss > 0
+    torch.testing.assert_close(output.aux_loss, 0.5 * expected.aux_loss)
+    loss = -output.logprobs.sum() / (inputs["labels"][:, 1:] != -100).sum() + output.aux_loss
+    torch.testing.assert_close(loss, expected.loss)

@@ -121,4 +121,8 @@ def aux_losses(model: Any, output: Any) -> dict[str, torch.Tensor]:
     aux = getattr(output, "aux_loss", None)
     if aux is None:
         return {}
-    return {"aux_loss": aux * model.router_aux_loss_coef, "unweighted_aux_loss": aux}
+    # Kept as an attribute, which may be changed, or read from the config at each call, as in models of images and text.
+    weight = vars(model).get("router_aux_loss_coef")
+    if weight is None:
+        weight = model.config.get_text_config().router_aux_loss_coef
+    return {"aux_loss": aux * weight, "unweighted_aux_loss": aux}
