@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, Llama4TextConfig, OpenAIGPTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Llama4TextConfig, OpenAIGPTConfig
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import skeletons
-from tests.support import tiny_models
+from tests.support import models_with_images, tiny_models
 from tests.support.tensor_memory import StorageMeter
 
 
@@ -52,3 +52,12 @@ def test_buffers_do_not_depend_on_what_is_large(family: str, monkeypatch: pytest
     buffers = dict(expected.named_buffers())
     assert buffers.keys() == dict(skeleton.named_buffers()).keys()
     assert all(torch.equal(each, buffers[name]) for name, each in skeleton.named_buffers())
+
+
+def test_a_part_of_a_config_keeps_the_name_of_its_folder() -> None:
+    """The causal language model of Qwen3.5 has the config of the text alone; trainers find its tokenizer by the name."""
+    config = models_with_images.tiny("qwen3_5").config
+    config.name_or_path = "a/folder"
+    model = skeletons.build_skeleton(config, AutoModelForCausalLM)
+    assert type(model.config) is not type(config)
+    assert model.config.name_or_path == "a/folder"

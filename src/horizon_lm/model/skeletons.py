@@ -126,6 +126,7 @@ def build_skeleton(config: Any, model_class: Any = None, **options: Any) -> nn.M
     assert not lost, f"{type(model).__name__}: the buffer {lost[0]} was made by torch.empty"
     open_like_transformers(model)
     model.tie_weights()
+    model.config.name_or_path = model.config.name_or_path or config.name_or_path  # of a part of a config, it is empty
     return model.eval()
 
 
