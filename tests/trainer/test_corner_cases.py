@@ -230,6 +230,15 @@ def test_the_longest_row_of_what_is_left() -> None:
     assert longest_row(tensors, None) == 9
 
 
+def test_the_tokens_of_prompts_with_images_are_not_known(tmp_path: Path) -> None:
+    """A processor counts image tokens only of images that it is given, and rejects a prompt that has parts without them."""
+    arguments = trl.GRPOConfig(str(tmp_path), max_completion_length=8, report_to=[], bf16=False)
+    prompts = datasets.Dataset.from_dict({"prompt": ["one", "another one"]})
+    tokens = {"one": [1], "another one": [1, 2]}
+    assert longest_row(prompts, arguments, lambda prompt: {"input_ids": tokens[prompt]}) == 10
+    assert longest_row(prompts.add_column("images", [["a.png"], []]), arguments, tokens.pop) is None
+
+
 def test_rows_of_tensors(tmp_path: Path) -> None:
     made = [{name: torch.tensor(value) for name, value in row.items()} for row in rows(12)]
     assert_equal(tmp_path, Trainer, lambda model: {"train_dataset": made, "max_steps": 2, "eval_strategy": "no"})

@@ -5,6 +5,7 @@ from typing import Any
 
 _PROMPT = "prompt_ids"  # TRL's preference rows: a prompt, and one or more answers to it
 _NO_TOKENS = ("token_type_ids", "position_ids")
+_IMAGES = ("image", "images")  # TRL's columns
 _MEASURED_PROMPTS = 64  # of all, the longest by their characters
 
 
@@ -82,9 +83,14 @@ def _num_ids(ids: Any) -> int:
 
 
 def _longest_prompt(dataset: Any, tokenizer: Any) -> int | None:
-    """Return the tokens of the longest prompt, tokenized as a trainer that generates does; None if the prompts cannot be read."""
+    """Return the tokens of the longest prompt, tokenized as a trainer that generates does; None if the prompts cannot be read.
+
+    It is None for prompts with images, too: the tokens of images are known only after all of them were opened.
+    """
     columns = getattr(dataset, "column_names", None)
     if tokenizer is None or not columns or "prompt" not in columns or getattr(dataset, "data", None) is None:
+        return None
+    if any(name in columns for name in _IMAGES):
         return None
     prompts = sorted(dataset["prompt"], key=lambda prompt: len(str(prompt)), reverse=True)[:_MEASURED_PROMPTS]
     return max(map(len, _tokenized(prompts, tokenizer)), default=None)
