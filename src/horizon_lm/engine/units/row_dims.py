@@ -15,7 +15,7 @@ from horizon_lm.common.streaming_options import WHOLE_BATCHES
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, cut_batches
 from horizon_lm.engine.passes.tree import Path, Tree
-from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.errors import HorizonError, ModelNotSupportedError
 from horizon_lm.model.trial import TrialDoneError, answering, answers_of
 
 
@@ -56,10 +56,18 @@ class RowDims:
         """Return the dimension of each input that has one more entry for one more row.
 
         Raises:
-            ModelNotSupportedError: a shape changes other than by one in one dimension.
+            ModelNotSupportedError: a shape changes other than by one in one dimension, or the model computes no rows without images.
         """
         rows, dims = self._engine.forward.num_rows[batch], list[int | None]()
-        shapes = self._larger_shapes(index, batch)
+        try:
+            shapes = self._larger_shapes(index, batch)
+        except Exception as error:  # any error of the model's own code
+            modal = self._engine.forward.batches[batch].modal
+            if not modal or isinstance(error, HorizonError):
+                raise
+            raise ModelNotSupportedError(
+                f"the model does not compute rows without {modal[0]} ({error}), so its rows cannot be cut into micro-batches; {WHOLE_BATCHES}"
+            ) from error
         for (path, _), tensor in zip(call.paths, call.tensors, strict=True):
             shape = tensor.shape
             larger = shapes.get(path, shape)  # an argument with images, which some models hand on to blocks, is not cut
@@ -81,6 +89,8 @@ class RowDims:
         # Without images, of which the new row would need its own: blocks get inputs of the same shapes for the tokens that stand for them.
         left_out = forward.batches[batch].modal
         given = {name: value for name, value in forward.batches[batch].call.items() if name not in left_out}
+        if left_out:  # nor the marks of these tokens, each group of which some models match with an image
+            given |= {name: torch.zeros_like(value) for name, value in given.items() if name in _MARKS}
         rows, arguments = forward.num_rows[batch], Tree(given)
         pairs = zip(arguments.paths, arguments.tensors, strict=True)
         call = arguments.rebuild([_repeat_first_row(path, tensor, rows) for (path, _), tensor in pairs])
@@ -105,6 +115,9 @@ class RowDims:
             self._call_model(**call)  # whose end, by TrialDoneError, is the end of this context
             raise AssertionError(f"block {index} was not reached")
         return shapes
+
+
+_MARKS = ("token_type_ids", "mm_token_type_ids")
 
 
 def _rank(value: Any) -> Any:
