@@ -4,8 +4,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 
+from horizon_lm.errors import StreamingError
 from horizon_lm.model.towers import outermost_towers
 from horizon_lm.model.units import find_blocks
 
@@ -42,6 +44,21 @@ def frozen_components(run: Any) -> frozenset[Component]:
     if run.trainable is not None or run.adapter_name_or_path is not None:
         return frozenset()
     return frozenset(each for each in Component if getattr(run, each.setting))
+
+
+def reject_gradients(model: Any, components: Collection[Component]) -> None:
+    """Let the towers of a model raise StreamingError in passes with gradients, because these components get none: no row has an image."""
+    titles = " and ".join(each.title for each in Component if each in components)
+
+    def reject(module: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            raise StreamingError(
+                f"a training step reaches {type(module).__name__}, but no training row has an image, so the {titles} "
+                f"{'is' if len(components) == 1 else 'are'} frozen; name what is trained in the setting trainable"
+            )
+
+    for tower in outermost_towers(model, find_blocks(model)[1]).values():
+        tower.register_forward_pre_hook(reject)
 
 
 def component_of_params(model: Any) -> dict[str, Component]:

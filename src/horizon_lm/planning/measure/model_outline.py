@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from horizon_lm.common.units import HEAD, block
@@ -19,7 +20,7 @@ from horizon_lm.model import attention
 from horizon_lm.model.adapter_kinds import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
-from horizon_lm.model.components import Component
+from horizon_lm.model.components import Component, component_of_modules, component_of_params
 from horizon_lm.model.examination import examine
 from horizon_lm.model.float8.layers import use_float8
 from horizon_lm.model.freezing import freeze
@@ -140,6 +141,28 @@ def _trained_parts(
 def published_layout(source: ModelSource, quantized: QuantizedWeights | None) -> ModelLayout[StorageLayout]:
     """Return the layout of a model's weights before they are trained or decoded."""
     return model_layout(_trained_parts(source, None, (), None, quantized))
+
+
+def components_beside_text(source: ModelSource) -> frozenset[Component]:
+    """Return the components with parameters that a row of text does not reach; none if the model's code cannot be tried without weights.
+
+    A component is reached if one of its modules is called: models exist that pass the embeddings of text through their projector.
+    """
+    present = set(component_of_params(source.skeleton()).values())
+    if present == {Component.LANGUAGE_MODEL}:
+        return frozenset()
+    model, called = copy.deepcopy(source.skeleton()), set[nn.Module]()
+    parts, of_modules = find_parts(model), component_of_modules(model)
+    around = {model, *parts.trunks()}  # their calls say nothing of the parameters that they have beside all modules
+    for module in model.modules():
+        if module not in around and any(True for _ in module.parameters()):
+            module.register_forward_pre_hook(lambda module, _: called.add(module))
+    try:
+        call_of_each_block(parts, torch.float32, {"input_ids": torch.zeros((1, _FIRST), dtype=torch.long)})
+    except Exception:  # the model's own code may raise any exception
+        return frozenset()
+    reached = {component for path, component in of_modules.items() if model.get_submodule(path) in called}
+    return frozenset(present - reached - {Component.LANGUAGE_MODEL})
 
 
 def _costs(

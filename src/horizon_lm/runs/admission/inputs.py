@@ -14,7 +14,7 @@ from horizon_lm.memory.layout.units import StorageLayout
 from horizon_lm.model import hf_config, hub
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, require_weights
 from horizon_lm.model.adapters import Adapters
-from horizon_lm.model.components import frozen_components
+from horizon_lm.model.components import Component, frozen_components
 from horizon_lm.model.files.quantized_checkpoint import Quantized
 from horizon_lm.model.generation import Generation
 from horizon_lm.model.known_models import find_known, known_config
@@ -52,6 +52,7 @@ class Source:
     quantized: Any = None
     _outlines: dict[Any, ModelOutline] = field(default_factory=dict, init=False)
     _cache_bytes: dict[Any, int] = field(default_factory=dict, init=False)
+    _beside_text: list[frozenset[Component]] = field(default_factory=list, init=False)
 
     @property
     def config(self) -> Any:
@@ -78,6 +79,12 @@ class Source:
         if key not in self._cache_bytes:
             self._cache_bytes[key] = CacheProbe(self.model, dtype, accelerated).cache_bytes(Generation(1, 1, length))
         return self._cache_bytes[key]
+
+    def beside_text(self) -> frozenset[Component]:
+        """Return the components of the model that rows of text do not reach; none if a row of text cannot be tried."""
+        if not self._beside_text:
+            self._beside_text.append(model_outline.components_beside_text(self.model))
+        return self._beside_text[0]
 
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
@@ -191,6 +198,7 @@ class RowShape:
         prompt_length: tokens of the longest sample prompt; 0 if there is no prompt, or if the length is unknown.
         masked: attention needs a mask, because examples are padded or packed.
         distinct_tokens: number of distinct tokens in all examples; None if unknown.
+        has_images: a training example has an image; None if unknown.
     """
 
     length: int
@@ -200,6 +208,7 @@ class RowShape:
     typical_length: int | None = None
     tokens: float | None = None
     prompt_length: int = 0
+    has_images: bool | None = None
 
     @classmethod
     def of(cls, loader: Loader, held_out: Iterable[TokenTable], prompt_length: int = 0) -> "RowShape":
@@ -217,6 +226,7 @@ class RowShape:
             typical_length=round(padded_tokens / sum(map(len, steps))),
             tokens=float(sum(rows.num_tokens[step].sum() for step in steps)) / len(steps),
             prompt_length=prompt_length,
+            has_images=rows.has_images,
         )
 
 

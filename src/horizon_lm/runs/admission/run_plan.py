@@ -19,7 +19,7 @@ from horizon_lm.planning.arithmetic.remedies import Remedy
 from horizon_lm.planning.arithmetic.render import deficit_lines, remedy_lines
 from horizon_lm.planning.arithmetic.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.planning.arithmetic.residency import Residency
-from horizon_lm.runs.admission.frozen_components import frozen_notes
+from horizon_lm.runs.admission.frozen_components import freeze_unreached, frozen_notes, trained_beside_text
 from horizon_lm.runs.admission.inputs import RowShape, Source, compute_dtype, fetch_source, open_source
 from horizon_lm.runs.admission.remedies import remedies_of
 from horizon_lm.runs.admission.side_files import side_files
@@ -67,8 +67,9 @@ def plan_run(
         if run.max_length is None:
             raise ConfigError("max_length is null, so memory has no upper bound; give --max_length for the plan")
         rows = RowShape(run.max_length, run.max_length)
+    run = freeze_unreached(run, source, rows)
     # Once each: the machine of an earlier plan has them already.
-    machine = replace(machine, notes=list(dict.fromkeys([*machine.notes, *frozen_notes(run, source)])))
+    machine = replace(machine, notes=list(dict.fromkeys([*machine.notes, *frozen_notes(run, source, rows)])))
     outline = source.outline(run, length=rows.length, masked=rows.masked)
     typical = None
     if rows.typical_length and machine.hardware is not None:
@@ -255,6 +256,11 @@ class Admission:
         self._vocabulary: int | None = None
 
     @property
+    def run(self) -> RunConfig:
+        """The settings of the run; once it is admitted, with the plan's lasting choices and what is frozen."""
+        return self._run
+
+    @property
     def downloads_model(self) -> bool:
         """True if `fetch_model` would download the run's model."""
         return self._source.model.folder is None
@@ -273,14 +279,15 @@ class Admission:
         plan = plan_early(rows=RowShape(length, length))
         self._vocabulary = plan.step.outline.layout.vocabulary
         shortest = RowShape(1, 1, masked=False, distinct_tokens=1)
-        if not plan.fits and not plan_early(rows=shortest).fits:
+        # What a run freezes once its rows are read may make it fit.
+        if not plan.fits and not plan_early(rows=shortest).fits and not trained_beside_text(run, self._source):
             self._reject(plan)
 
     def admit(
         self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, saves: Saves, prompt_length: int,
         tokenizer: Any = None,
     ) -> Plan:  # fmt: skip
-        """Return the plan for these examples, and keep them and the plan's lasting choices for later plans.
+        """Return the plan for these examples, and keep them and the plan's lasting choices for later plans. Freeze what no example reaches.
 
         Raises:
             DoesNotFitError: the run does not fit; with remedies.
@@ -291,6 +298,7 @@ class Admission:
         for table in (loader.rows, *held_out):
             _require_known_tokens(table, self._vocabulary)
         shape = RowShape.of(loader, held_out, prompt_length)
+        self._run = freeze_unreached(self._run, self._source, shape)
         self._plan_for = partial(
             self._plan, source=self._source, rows=shape, num_steps=num_steps, saves=saves, tokenizer=tokenizer
         )

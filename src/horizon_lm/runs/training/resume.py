@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from horizon_lm.errors import ConfigError
+from horizon_lm.model.components import Component
 from horizon_lm.model.folder import weight_files
 from horizon_lm.planning.arithmetic.request import Request
 from horizon_lm.runs.checkpoints.checkpoint import read_state
@@ -291,6 +292,19 @@ def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], conf
     saved = point.state["model_config"]
     names = sorted(name for name in {**saved, **model_config} if saved.get(name) != model_config.get(name))
     return _reject_or_warn(point, [f"config.json: {name}" for name in names], config)
+
+
+def require_same_frozen(point: ResumePoint, config: RunConfig) -> None:
+    """Raise ConfigError if components are frozen that the run has trained so far, or the reverse, as new rows with images have it.
+
+    Args:
+        point: the checkpoint.
+        config: the settings of the run, once its rows are read.
+    """
+    with reading(point):
+        before, now = _saved_settings(point, "settled", config), settings_of(config)
+        names = [each.setting for each in Component if before[each.setting] != now[each.setting]]
+        _reject_or_warn(point, [_change(name, before, now) for name in names], config, names)
 
 
 def starting_weights(point: ResumePoint | None, folder: Path, config: RunConfig) -> tuple[str, list[str]]:

@@ -134,6 +134,21 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
 
 
+def reject_images(model: Any, given: RunConfig, config: RunConfig) -> None:
+    """Let training steps with images raise StreamingError, if a run freezes components because its rows have none.
+
+    Args:
+        model: the streamed model.
+        given: the settings as the user has set them.
+        config: the settings with those that were settled when the rows were read.
+    """
+    from horizon_lm.model.adapter_kinds import adapted_model
+    from horizon_lm.model.components import frozen_components, reject_gradients
+
+    if unreached := frozen_components(config) - frozen_components(given):
+        reject_gradients(adapted_model(model), unreached)
+
+
 def has_dropout(model: Any) -> bool:
     """Return whether a model in its present mode drops values: a dropout module, or a rate in its config, is above 0."""
     settings = model.config.get_text_config().to_dict()

@@ -142,7 +142,9 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
             data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest, tokenizer
         )
     reporter.print(*summary_lines(plan))
-    settings = RunSettings(given, point, apply_plan(config, plan), plan)
+    if point is not None:
+        resume.require_same_frozen(point, admission.run)
+    settings = RunSettings(given, point, apply_plan(admission.run, plan), plan)
     if point is not None:
         reporter.print(
             *resume.choice_warnings(point, given, settings.config), *resume.length_warnings(point, num_steps)
@@ -177,6 +179,7 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     reporter, point, data = run.session.reporter, run.settings.point, run.data
     config, plan, num_steps = run.settings.config, run.settings.plan, run.intervals.num_steps
     model = setup.load_model(config, run.admission.fetch_model(), point is None, run.session.ranks.mesh)
+    setup.reject_images(model, run.settings.given, config)
     end_token_ids = data.report.rows.end_tokens()
     if line := end_line(run.tokenizer, model.generation_config, end_token_ids):
         reporter.print(line)
