@@ -108,6 +108,19 @@ def test_parameters_that_frozen_components_have(gemma: Any) -> None:
         adapters.add_to(copy.deepcopy(gemma), draw=False)
 
 
+@pytest.mark.parametrize("frozen", [set(), {TOWER}, {TEXT}])
+def test_parameters_of_frozen_components_get_no_adapters(gemma: Any, frozen: set[Component], tmp_path: Any) -> None:
+    """Both have a layer of this name. The folder of the adapters opens with the same ones."""
+    adapters = Adapters(r=2, lora_dropout=0.0, target_parameters=("q_proj.weight",), frozen=frozenset(frozen))
+    model = adapters.add_to(copy.deepcopy(gemma), draw=True)
+    adapted = [name for name, _ in model.get_base_model().named_parameters() if "lora_A" in name]
+    components = component_of_modules(gemma)
+    assert {components[name.partition(".lora_A")[0]] for name in adapted} == {TOWER, TEXT} - frozen
+    model.save_pretrained(tmp_path)
+    opened = Adapters(folder=str(tmp_path)).add_to(copy.deepcopy(gemma), draw=True)
+    assert [name for name, _ in opened.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
 def test_adapters_beside_frozen_components_open_again(gemma: Any, tmp_path: Any) -> None:
     adapters = Adapters(r=2, target_modules="all-linear", frozen=frozenset({TOWER, PROJECTOR}))
     saved = adapters.add_to(copy.deepcopy(gemma), draw=True)

@@ -120,12 +120,11 @@ class Adapters:
         _require_names("lora_modules_to_save", self.modules_to_save, _module_names(model))
         parameters = [f".{name}" for name, _ in adapted_model(model).named_parameters()]
         _require_names("lora_target_parameters", self.target_parameters, parameters, separator=".")
-        layers.require_parameters(self.target_parameters or ())
         return peft.LoraConfig(
             task_type="CAUSAL_LM", r=self.r, lora_dropout=self.lora_dropout, use_rslora=self.use_rslora, use_dora=self.use_dora,
             lora_alpha=int(self.lora_alpha) if self.lora_alpha == int(self.lora_alpha) else self.lora_alpha,
             target_modules=list(modules) if isinstance(modules, tuple) else modules, exclude_modules=layers.left_out,
-            target_parameters=None if self.target_parameters is None else list(self.target_parameters),
+            target_parameters=None if self.target_parameters is None else layers.parameters(self.target_parameters),
             modules_to_save=None if self.modules_to_save is None else list(self.modules_to_save),
         )  # fmt: skip
 

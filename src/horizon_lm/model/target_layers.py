@@ -63,12 +63,21 @@ class TargetLayers:
         for end, found in matches.items():
             self._require_some("lora_target_modules", end, found)
 
-    def require_parameters(self, wanted: Iterable[str]) -> None:
-        """Raise ConfigError if one of the wanted parameters is in modules that are left out, where PEFT would adapt it all the same."""
-        names = [name for name, _ in self._model.named_parameters() if self._is_left_out(name.rpartition(".")[0])]
+    def parameters(self, wanted: Sequence[str]) -> list[str]:
+        """Return the names of parameters that get adapters, as PEFT takes them, which knows none that are left out: the ends of names that
+        are wanted, or whole names instead of an end that parameters of frozen components have, too.
+
+        Raises:
+            ConfigError: only parameters that are left out have a wanted end.
+        """
+        names, chosen = [name for name, _ in self._model.named_parameters()], list[str]()
         for end in wanted:
-            found = [name.rpartition(".")[0] for name in names if f".{name}".endswith(f".{end}")]
-            self._require_some("lora_target_parameters", end, found)
+            found = [name for name in names if f".{name}".endswith(f".{end}")]
+            owners = [name.rpartition(".")[0] for name in found]
+            self._require_some("lora_target_parameters", end, owners)
+            kept = [name for name, owner in zip(found, owners, strict=True) if not self._is_left_out(owner)]
+            chosen += [end] if kept == found else kept
+        return chosen
 
     def _require_some(self, setting: str, wanted: str, found: Sequence[str]) -> None:
         """Raise ConfigError if modules were found for a wanted name, and all of them are left out."""
@@ -76,8 +85,9 @@ class TargetLayers:
         if components and all(map(self._is_left_out, found)):
             names = " and the ".join(each.title for each in Component if each in components)
             settings = " and ".join(f"{each.setting}: false" for each in Component if each in components)
+            rows = "" if Component.LANGUAGE_MODEL in components else " and add rows with images"
             raise ConfigError(
-                f"{setting}: {wanted} is only in the {names}, which is frozen; set {settings}, or name other layers"
+                f"{setting}: {wanted} is only in the {names}, which is frozen; set {settings}{rows}, or name other layers"
             )
 
 
