@@ -12,6 +12,8 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.calls.pass_orders import PassOrders
 from horizon_lm.engine.units.grad_sink import GradSink
 from horizon_lm.errors import GradientMismatchError, StreamingError
+from horizon_lm.model.components import Component
+from horizon_lm.model.freezing import freeze
 from horizon_lm.model.proven import IMAGES, _table
 from horizon_lm.model.units import find_parts
 from horizon_lm.schedule.ops import Kind
@@ -148,6 +150,45 @@ def test_a_frozen_tower_is_computed_without_a_backward_pass(monkeypatch: pytest.
     assert_same_step(model, plain, image_batch(plain))
     assert {index for kind, index in computed if kind == Kind.FORWARD and index in tower} == set(tower)
     assert not [index for kind, index in computed if kind == Kind.BACKWARD and index in tower]
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"head": "chunked", "head_chunk_tokens": 3},
+        {"device_micro_batch_size": 1},
+        {"resident_blocks": 9, "resident_graphs": 9},
+    ],
+    ids=lambda settings: "-".join(settings) or "plain",
+)
+def test_a_frozen_tower_is_computed_once_without_a_graph(
+    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its blocks, in two passes whose gradients are added up, and once for each batch of a pass with several."""
+    plain = tiny(kind)
+    freeze(plain, None, [Component.VISION_TOWER])
+    model, images = streamed(plain, **settings), image_batch(plain)
+    parts = model._horizon.engine.parts
+    tower = [parts.blocks[index] for index in parts.towers[0]]
+    computed: list[Any] = []
+    compute = type(tower[0]).forward
+
+    def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
+        output = compute(module, *args, **kwargs)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not hidden.is_meta:  # in a trial, before the first pass
+            computed.append(module)
+            assert not hidden.requires_grad
+        return output
+
+    monkeypatch.setattr(type(tower[0]), "forward", watched)
+    for _ in range(2):
+        model(**images).loss.backward()
+    assert len(computed) == 2 * len(tower)
+    losses_together(model, [images, text_batch(), images])
+    assert len(computed) == 4 * len(tower)
 
 
 def test_a_batch_of_text_leaves_the_tower_out(monkeypatch: pytest.MonkeyPatch) -> None:
