@@ -14,13 +14,11 @@ from horizon_lm.common.units import EMBED, Unit, block
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import Batch
 from horizon_lm.engine.passes.forward_state import PassOrder
-from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.block_template import structure_key
-from horizon_lm.model.parts import ParamRef
 from horizon_lm.model.skeletons import meta_copy
-from horizon_lm.model.trial import TrialDoneError, answers_of, outer_weights, trial
 from horizon_lm.planning.measure.block_probe import output_on_meta
+from horizon_lm.planning.measure.pass_trial import PassTrial
 
 
 class PassOrders:
@@ -83,50 +81,12 @@ class PassOrders:
 
     def _find(self, batch: Batch, recording: bool) -> PassOrder:
         """Run the model's code around its blocks on a batch, and return the order in which it calls them."""
-        engine, parts = self._engine, self._engine.parts
-        device, dtype = engine.device.torch_device, engine.options.compute_dtype
-        units: list[Unit] = []
-        differentiated: set[int] = set()
-
-        def zero(ref: ParamRef) -> torch.Tensor:
-            # One zero that is read everywhere.
-            value = torch.zeros((), dtype=parts.computed_dtype(ref.name, dtype), device=device).expand(ref.param.shape)
-            return value.requires_grad_(_is_trained(ref))
-
-        def embed(ids: torch.Tensor) -> torch.Tensor:
-            """Return zeros for the hidden states (B, T, H) of ids (B, T)."""
-            if EMBED not in units and batch.call.get("inputs_embeds") is None:
-                units.append(EMBED)
-            hidden = torch.zeros((*ids.shape, parts.hidden), dtype=dtype, device=device)
-            return _computed(hidden, any(map(_is_trained, parts.units[EMBED])))
-
-        def answer(index: int, *args: Any, **kwargs: Any) -> Any:
-            """Record the call of a block, and return zeros in the shapes of its output."""
-            if block(index) in units:
-                raise StreamingError(
-                    f"{parts.block_names[index]}: the model calls this block twice for one batch, as for images and videos; put them in "
-                    "batches of their own"
-                )
-            units.append(block(index))
-            inputs = Tree((args, kwargs)).tensors
-            needs_grad = recording and (parts.trains(index) or any(each.requires_grad for each in inputs))
-            differentiated.update([index] if needs_grad else [])
-            # All later blocks follow, with gradients if this one has any. Without a backward pass, blocks may write a cache.
-            if index in parts.decoder_blocks and (needs_grad or not recording or index == parts.num_blocks - 1):
-                later = range(index + 1, parts.num_blocks)
-                units.extend(map(block, later))
-                differentiated.update(later if needs_grad else [])
-                raise TrialDoneError
-            output = Tree(self._output_on_meta(index, args, kwargs))
-            zeros = [torch.zeros_like(each, device=device) for each in output.tensors]
-            return output.rebuild(_computed(each, needs_grad) for each in zeros)
-
-        answers = answers_of(parts.blocks, answer) | dict.fromkeys(parts.tables, embed) | {parts.embed: embed}
-        weights = outer_weights(parts, zero, left_out=parts.adapter_names)
-        with engine.device.rng_state_restored(), torch.set_grad_enabled(recording), trial(answers, weights):
-            self._call_model(**batch.call)  # which ends by TrialDoneError
-            raise AssertionError("the last block was not reached")
-        return PassOrder(tuple(units), frozenset(differentiated))
+        engine = self._engine
+        found = PassTrial(
+            engine.parts, self._call_model, engine.options.compute_dtype, engine.device.torch_device, self._output_on_meta, recording
+        )  # fmt: skip
+        with engine.device.rng_state_restored():
+            return PassOrder(*found.run(batch.call))
 
     def _output_on_meta(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of a block for these arguments on the meta device; its hidden states if it cannot be tried there."""
@@ -173,13 +133,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"tensor of {value.ndim} dimensions, {'differentiable' if value.requires_grad else 'constant'}"
     return repr(value) if isinstance(value, bool | str | None) else type(value).__name__
-
-
-def _is_trained(ref: ParamRef) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return ref.param.requires_grad
-
-
-def _computed(values: torch.Tensor, needs_grad: bool) -> torch.Tensor:
-    """Return a tensor that needs a gradient, as the result of a computation, which may be changed in place; or the tensor as it is."""
-    return values.requires_grad_().clone() if needs_grad and values.is_floating_point() else values
