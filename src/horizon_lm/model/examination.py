@@ -67,7 +67,8 @@ def examine(
     attention.register()
     proof = find_proof(parts)
     # A classifier may take the score of a masked token, if padding is not its padding token; varlen computes nothing for it.
-    prefers_varlen = on_accelerator and VARLEN in proof.features and not parts.classifies
+    # Towers attend in both directions, and so do the tokens of an image in some decoders, which varlen cannot do.
+    prefers_varlen = on_accelerator and VARLEN in proof.features and not (parts.classifies or parts.towers)
     chosen = attention.choose(parts.model, attn_implementation, prefers_varlen)
     needed = {MICRO_BATCHES: in_micro_batches, VARLEN: chosen == attention.NAME}
     unproven = proof.reason_against(*(feature for feature, is_needed in needed.items() if is_needed))

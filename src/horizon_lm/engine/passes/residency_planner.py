@@ -69,7 +69,7 @@ def plan_device(
     kept = [0 if index not in order.differentiated else num_bytes for index, num_bytes in enumerate(boundaries)]
     settings = buffer_settings(engine, tokens, kept)
     needed = activation_memory(
-        [footprints] * num_micro_batches,
+        [[each] * num_micro_batches for each in footprints],
         hidden=hidden,
         boundaries=boundaries,
         tokens=tokens,
