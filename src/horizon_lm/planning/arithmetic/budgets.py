@@ -52,7 +52,9 @@ def _device_items(step: Step, use: DeviceUse) -> list[PlannedBytes]:
     """Return the bytes that a step takes on the device, without the driver's and other memory of the process."""
     settings, items = step.settings, _buffer_items(use)
     if use.checkpoints:
-        note = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
+        sizes = set(map(step.boundary_of, step.staying))
+        each = f", {format_bytes(sizes.pop())} each" if len(sizes) == 1 else ""
+        note = f"inputs of {counted(len(step.staying), 'block')}{each}"
         items.append(PlannedBytes("activation checkpoints", use.checkpoints, note))
     largest = settings.slices[0]  # rows of the first micro-batch; no other one has more
     parts = [f"peak, {largest} × {step.outline.length:,} tokens in a block"]
@@ -61,6 +63,9 @@ def _device_items(step: Step, use: DeviceUse) -> list[PlannedBytes]:
     parts.append("all logits" if settings.chunk_tokens is None else f"logits of {settings.chunk_tokens:,} tokens")
     items.append(PlannedBytes("activations and head workspace", use.activations, ", ".join(parts)))
     items.append(PlannedBytes("masks and positions", use.shared, f"for {step.outline.attention} attention"))
+    if (images := step.outline.images) is not None:
+        note = f"pixels and features of {counted(images.per_row * settings.rows, 'image')}"
+        items.append(PlannedBytes("images", use.images, note))
     return items
 
 

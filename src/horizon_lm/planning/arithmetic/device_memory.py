@@ -19,28 +19,29 @@ from horizon_lm.schedule.trace import Span
 
 def activation_memory(
     footprints: Sequence[Sequence[Footprint]], *, hidden: Sequence[int], boundaries: Sequence[int], tokens: int,
-    head_peak: Linear[int], chunk_tokens: int | None, differentiated: Collection[int],
+    head_peak: Linear[int], chunk_tokens: int | None, differentiated: Collection[int], towers: int = 0, around_towers: int = 0,
 ) -> ActivationMemory:  # fmt: skip
     """Return the bytes that computations need, excluding weights and gradients.
 
     Args:
-        footprints: footprints of the blocks for each micro-batch, largest first.
+        footprints: footprints of each block for its micro-batches, largest first.
         hidden: bytes of each block's input for the whole batch; the last one has the size of the head's input.
         boundaries: bytes that each block keeps for the backward pass.
         tokens: tokens of the whole batch.
         head_peak: peak bytes of norm, head and loss, as a function of tokens.
         chunk_tokens: tokens per chunk of logits; None if Hugging Face's code computes all logits together.
         differentiated: the blocks with a gradient.
+        towers, around_towers: as in `ActivationMemory`.
     """
     blocks = [
-        _block_bytes(micro_batches, num_bytes)
-        for micro_batches, num_bytes in zip(zip(*footprints, strict=True), hidden, strict=True)
+        _block_bytes(micro_batches, num_bytes) for micro_batches, num_bytes in zip(footprints, hidden, strict=True)
     ]
     graphs, peaks, backward_peaks = zip(*blocks, strict=True)
     return ActivationMemory(
         graphs=graphs, peaks=peaks, backward_peaks=backward_peaks, boundaries=boundaries,
         differentiated=frozenset(differentiated), head=_head_bytes(head_peak, hidden[-1], tokens, chunk_tokens),
-        tiled=frozenset(index for index, each in enumerate(footprints[0]) if each.experts),
+        tiled=frozenset(index for index, (largest, *_) in enumerate(footprints) if largest.experts), towers=towers,
+        around_towers=around_towers,
     )  # fmt: skip
 
 
@@ -97,39 +98,45 @@ class DeviceUse:
         checkpoints: activation checkpoints that stay on the device between the forward and backward pass.
         activations: peak of computations and resident graphs, beside these checkpoints.
         shared: masks and rotary tables.
+        images: pixels and features of images, masks and rotary tables of towers.
     """
 
     buffers: Mapping[str, int]
     checkpoints: int
     activations: int
     shared: int
+    images: int = 0
 
     @property
     def total(self) -> int:
-        return sum(self.buffers.values()) + self.checkpoints + self.activations + self.shared
+        return sum(self.buffers.values()) + self.checkpoints + self.activations + self.shared + self.images
 
 
 def step_activations(step: Step) -> ActivationMemory:
     """Return the bytes that the computations of a step need."""
     outline, settings = step.outline, step.settings
-    num_blocks = outline.num_blocks
+    blocks, images = range(outline.num_blocks), outline.images
+    # The code around the towers also holds the embedded tokens.
+    around_towers = 0 if images is None else images.peak(settings.rows) + step.hidden
     return activation_memory(
-        [outline.footprints(rows, settings.expert_tile) for rows in settings.slices],
-        hidden=[step.hidden] * num_blocks, boundaries=[step.boundary] * num_blocks, tokens=step.tokens, head_peak=step.head.peak,
-        chunk_tokens=settings.chunk_tokens, differentiated=range(outline.first_differentiated, num_blocks),
+        [step.footprints_of(index) for index in blocks], hidden=[step.hidden_of(index) for index in blocks],
+        boundaries=[step.boundary_of(index) for index in blocks], tokens=step.tokens, head_peak=step.head.peak,
+        chunk_tokens=settings.chunk_tokens, differentiated=outline.differentiated, towers=outline.layout.num_tower_blocks,
+        around_towers=around_towers,
     )  # fmt: skip
 
 
 def device_use(step: Step) -> DeviceUse:
     """Return the device memory of a step in bytes."""
     residency = step.settings.residency
-    checkpoints = step.staying * step.boundary
+    checkpoints, images = sum(map(step.boundary_of, step.staying)), step.outline.images
     in_training = step_activations(step).step_peak(residency.boundaries, residency.graphs)
     in_update = max((orthogonalizing_bytes(step.outline.layout.matrices_of(u)) for u in step.orthogonalized), default=0)
     most = max([in_training, in_update, *(_evaluation_peak(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
         buffers=buffer_bytes(step.tiled, step.buffer_table, step.buffer_settings()),
         checkpoints=checkpoints, activations=most - checkpoints, shared=step.outline.shared.at(step.settings.rows),
+        images=0 if images is None else images.held.at(step.settings.rows),
     )  # fmt: skip
 
 
@@ -145,7 +152,10 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
     rows_at_once = settings.rows_at_once(batch.rows)
     tokens = batch.rows * batch.length
     hidden = tokens * outline.layout.hidden * outline.compute_bytes
-    in_block = max(kind.forward_peak.at(max(1.0, rows_at_once * per_row)) for kind in outline.kinds)
+    in_block = max(
+        kind.forward_peak.at(max(1.0, rows_at_once * per_row) if kind.hidden is None else batch.rows)
+        for kind in outline.kinds
+    )
     if settings.expert_tile is not None:  # all micro-batches come as far as the experts before any goes on
         in_block += max(
             (kind.core.footprint.at(batch.rows * per_row).held for kind in outline.kinds if kind.core), default=0
@@ -154,7 +164,15 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
     # `DeviceUse.shared` has the masks of training, so only what these masks take more is added. They grow with the square of the length.
     more_masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)
     # Three hidden states of the whole batch exist at once: a block's input, its output in micro-batches, and these concatenated.
-    return int(3 * hidden + max(in_block, at_head) + max(0, more_masks) + batch.kept_bytes)
+    return int(3 * hidden + max(in_block, at_head) + max(0, more_masks) + _more_images(step, batch) + batch.kept_bytes)
+
+
+def _more_images(step: Step, batch: ForwardBatch) -> int:
+    """Return the bytes that the images of a batch without gradients take beside those of a training step."""
+    images = step.outline.images
+    if images is None:
+        return 0
+    return max(0, images.held.at(batch.rows) - images.held.at(step.settings.rows))
 
 
 def weights_of_blocks(step: Step) -> Sequence[int]:
@@ -175,7 +193,7 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> PlannedMe
         host_base: bytes of host memory, including activation checkpoints.
     """
     use = device_use(step)
-    base = sum(use.buffers.values()) + use.shared
+    base = sum(use.buffers.values()) + use.shared + use.images
     seconds: list[float] = [0.0]
     device: list[float] = [base]
     for moment, change in sorted(_memory_changes(step, spans)):  # at the same moment, memory is freed first
@@ -186,8 +204,7 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> PlannedMe
 
 def _memory_changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
     """Yield the moments at which computations change the memory in use on the device, and the changes in bytes."""
-    outline, settings, needed = step.outline, step.settings, step_activations(step)
-    footprints = [outline.footprints(rows, settings.expert_tile) for rows in settings.slices]
+    needed = step_activations(step)
     for span in spans:
         unit = span.op.unit
         if span.op.stream != Stream.COMPUTE:
@@ -196,7 +213,7 @@ def _memory_changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, 
             yield span.start, needed.head
             yield span.end, -needed.head
         if unit.is_block:
-            yield from _changes_of_block(step, needed, [each[unit.block_index] for each in footprints], span)
+            yield from _changes_of_block(step, needed, step.footprints_of(unit.block_index), span)
 
 
 def _changes_of_block(
@@ -216,8 +233,8 @@ def _changes_of_block(
     forward = footprints[0].casts + (sum(each.held for each in footprints) if is_tiled else footprints[0].graph)
     backward = needed.backward_peaks[index] if has_graph else needed.peaks[index]
     kept = 0  # from the forward pass to the end of the backward pass
-    if index >= step.outline.first_differentiated:
-        kept += step.boundary if residency.keeps_boundary(index, num_blocks) else 0
+    if index in step.outline.differentiated:
+        kept += step.boundary_of(index) if residency.keeps_boundary(index, num_blocks) else 0
         kept += needed.graphs[index] if has_graph else 0
     # A block with tiles has two operations in each pass, around its tiles: the first allocates, and the last frees.
     if kind == (Kind.ROUTE if is_tiled else Kind.FORWARD):

@@ -34,7 +34,7 @@ def host_bytes(step: Step) -> Mapping[str, int]:
         "grads": sum(slab.own_grad_bytes(_grad_bytes(slab, step)) for slab in grads),
         "moments": _bytes_of_moments(step, layout),
         "landing": _landing_slot_bytes(step) if settings.update_in_backward else 0,
-        "boundaries": step.waiting * step.boundary,
+        "boundaries": sum(map(step.boundary_of, step.waiting)),
     }
     return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
 

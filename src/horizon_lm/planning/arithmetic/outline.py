@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import Any, Generic, Self, TypeVar
 
+from horizon_lm.common.units import EMBED, Unit, block
 from horizon_lm.memory.layout.model import ModelLayout
 from horizon_lm.memory.layout.units import StorageLayout
 
@@ -119,6 +120,8 @@ class BlockKind:
             and of a backward pass with an existing graph.
         core: the costs without experts; None if the experts cannot be cut into tiles.
         casts: work of casting weights to FP8 for a forward and a backward pass, once for all micro-batches.
+        hidden: bytes of the input of a tower's block; None for blocks of the decoder, which get hidden states (B, T, H), and of towers
+            that are not computed.
     """
 
     indices: Sequence[int]
@@ -129,6 +132,7 @@ class BlockKind:
     backward: Linear[Work]
     core: CoreCosts | None = None
     casts: Work = Work()
+    hidden: Linear[int] | None = None
 
     def footprint_with(self, rows: int, tile: int | None) -> Footprint:
         """Return the footprint of one of these blocks.
@@ -157,6 +161,38 @@ class HeadCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageCosts:
+    """The images of rows, and the costs of the code that reads them around the blocks of towers, for any number of rows.
+
+    Attributes:
+        per_row: images of a row.
+        tokens: tokens of the decoder that stand for an image.
+        patches: tokens of an image in the blocks of towers, before any of them are merged.
+        order: the embedding and the blocks in the order in which a pass computes them.
+        differentiated: the blocks of towers through which gradients flow.
+        held: bytes that this code keeps throughout a step, pixels among them.
+        live: bytes that are in use at different moments while this code computes; each may be the largest for some number of rows.
+        forward, backward: work of this code.
+        note: what had to be assumed about the images; empty if nothing.
+    """
+
+    per_row: int
+    tokens: int
+    patches: int
+    order: tuple[Unit, ...]
+    differentiated: frozenset[int]
+    held: Linear[int]
+    live: Sequence[Linear[int]]
+    forward: Linear[Work]
+    backward: Linear[Work]
+    note: str = ""
+
+    def peak(self, rows: int) -> int:
+        """Return the peak bytes of this code beside what it keeps."""
+        return max(0, max(each.at(rows) for each in self.live) - self.held.at(rows))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOutline:
     """A causal language model for sequences of one length in one dtype.
 
@@ -174,7 +210,7 @@ class ModelOutline:
         heads: costs of norm, head and loss, for the heads ``chunked`` and ``whole``, and ``compiled`` for a chunked head with
             compiled code.
         attention: name of the attention implementation.
-        first_differentiated: the first block with a gradient.
+        first_differentiated: the first block of the decoder with a gradient.
         has_adapters: blocks have adapters, which belong to the outer parameters.
         base_is_frozen: adapters are trained, and no weight of a block.
         trains_decoded: transformers trains the quantized base only after decoding all of it, as of FP8, MXFP4 and INT4.
@@ -183,6 +219,7 @@ class ModelOutline:
         unproven: reason why the model may differ from plain autograd; empty if the two were compared.
         unknown: reason why computations could not be tried without weights, so that their costs are 0; empty if they
             could.
+        images: the images of rows; None for rows of text.
     """
 
     name: str
@@ -204,10 +241,24 @@ class ModelOutline:
     whole_batch_only: bool = False
     unproven: str = ""
     unknown: str = ""
+    images: ImageCosts | None = None
 
     @property
     def num_blocks(self) -> int:
         return self.layout.num_blocks
+
+    @property
+    def order(self) -> Sequence[Unit]:
+        """The embedding and the blocks in the order in which a pass computes them."""
+        if self.images is not None:
+            return self.images.order
+        return (EMBED, *map(block, range(self.layout.num_tower_blocks, self.num_blocks)))
+
+    @property
+    def differentiated(self) -> Sequence[int]:
+        """The blocks through which gradients flow, in their order."""
+        of_towers = sorted(self.images.differentiated) if self.images is not None else []
+        return [*of_towers, *range(self.first_differentiated, self.num_blocks)]
 
     def kind(self, index: int) -> BlockKind:
         """Return the structure of a block."""
@@ -222,9 +273,17 @@ class ModelOutline:
 
     def step_flops(self, tokens: int) -> float:
         """Return the model's operations in a training step of ``tokens``, without recomputation: three times the operations of a forward
-        pass. With a frozen base, products with weights count only twice, because their gradients are not computed.
+        pass. With a frozen base, products with weights count only twice, because their gradients are not computed. Blocks of towers count
+        once if they have no backward pass.
         """
-        rows = tokens / self.length
-        attention = sum((kind.forward.at(rows) * len(kind.indices)).attention for kind in self.kinds)
+        rows, of_towers, attention = tokens / self.length, 0.0, 0.0
         passes = 2.0 if self.base_is_frozen else 3.0
-        return passes * 2.0 * self.active * tokens + 3.0 * attention
+        for kind in self.kinds:
+            work = kind.forward.at(rows) * len(kind.indices)
+            if kind.hidden is None:
+                attention += work.attention
+            elif kind.indices[0] in self.differentiated:
+                of_towers += 3.0 * (work.products + work.attention)
+            else:
+                of_towers += work.products + work.attention
+        return passes * 2.0 * self.active * tokens + 3.0 * attention + of_towers

@@ -43,7 +43,28 @@ def plan_lines(plan: Plan) -> Iterator[str]:
                 PLACES[place], f"{format_bytes(budget.bytes)}{_of_limit(budget)}{_for_each_process(plan, place)}"
             )
     yield _row("time", _rate_and_time(plan))
+    yield from _image_lines(plan)
     yield from (f"note: {note}" for note in (*plan.machine.notes, plan.step.outline.unproven) if note)
+
+
+def _image_lines(plan: Plan) -> Iterator[str]:
+    """Yield the number and the size of images in rows, and notes about them; nothing for rows of text."""
+    outline = plan.step.outline
+    images = outline.images
+    if images is None:
+        return
+    tokens = images.per_row * images.tokens
+    yield _row(
+        "images",
+        f"{images.per_row} a row, each {images.patches:,} patches in the tower and {counted(images.tokens, 'token')} of the row",
+    )
+    if tokens > outline.length:
+        yield (
+            f"note: images take {counted(tokens, 'token')} of a row, and max_length is {outline.length:,}, so such rows are rejected; raise "
+            "max_length or lower image_max_pixels"
+        )
+    if images.note:
+        yield f"note: {images.note}"
 
 
 def _row(name: str, text: str) -> str:

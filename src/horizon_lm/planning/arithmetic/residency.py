@@ -138,6 +138,8 @@ class ActivationMemory:
         boundaries: bytes that each block keeps for the backward pass: its input, and with tiles what its experts return.
         differentiated: the blocks with a gradient; other blocks keep nothing.
         tiled: blocks whose experts are computed tile by tile. Their graph is never kept.
+        towers: number of blocks of towers, which come first.
+        around_towers: peak of the model's code around these blocks.
     """
 
     graphs: Sequence[int]
@@ -147,6 +149,8 @@ class ActivationMemory:
     boundaries: Sequence[int]
     differentiated: frozenset[int]
     tiled: frozenset[int] = frozenset()
+    towers: int = 0
+    around_towers: int = 0
 
     def step_peak(self, boundaries: int, graphs: int = 0) -> int:
         """Return the peak of a step in which these numbers of last blocks keep their boundaries and their graphs.
@@ -163,6 +167,8 @@ class ActivationMemory:
             if has_graph:
                 kept += self.graphs[index]
             peak = max(peak, kept + (self.backward_peaks[index] if has_graph else self.peaks[index]))
+            if index == self.towers - 1:  # the decoder's blocks come later, and are differentiated before
+                peak = max(peak, kept + self.around_towers)
         return max(peak, kept + self.head)
 
 

@@ -10,7 +10,7 @@ from horizon_lm.memory.layout.buffers import BufferOptions, BufferSettings, Buff
 from horizon_lm.memory.layout.model import TiledLayout
 from horizon_lm.memory.layout.parts import PartLayout
 from horizon_lm.memory.layout.units import StorageLayout
-from horizon_lm.planning.arithmetic.outline import HeadCosts, ModelOutline
+from horizon_lm.planning.arithmetic.outline import Footprint, HeadCosts, ModelOutline
 from horizon_lm.planning.arithmetic.request import Request
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.schedule import between, build
@@ -89,10 +89,29 @@ class Step:
         """Bytes of one block's input for the whole batch (B, T, H)."""
         return self.tokens * self.outline.layout.hidden * self.outline.compute_bytes
 
-    @property
-    def boundary(self) -> int:
-        """Bytes that a block keeps for the backward pass: its input and, with tiles, as many of what its experts return."""
-        return self.hidden * self.tiled.kept_each
+    def hidden_of(self, index: int) -> int:
+        """Return the bytes of a block's input for the whole batch; 0 for a block of a tower that is not computed."""
+        if not self.is_of_tower(index):
+            return self.hidden
+        hidden = self.outline.kind(index).hidden
+        return 0 if hidden is None else hidden.at(self.settings.rows)
+
+    def boundary_of(self, index: int) -> int:
+        """Return the bytes that a block keeps for the backward pass: its input and, with tiles, as many of what its experts return."""
+        return self.hidden_of(index) * (1 if self.is_of_tower(index) else self.tiled.kept_each)
+
+    def is_of_tower(self, index: int) -> bool:
+        """Return whether a block is one of a tower."""
+        return index < self.outline.layout.num_tower_blocks
+
+    def slices_of(self, index: int) -> list[int]:
+        """Return the numbers of rows that a block computes at once, largest first. A tower computes the images of all rows at once."""
+        return [self.settings.rows] if self.is_of_tower(index) else self.settings.slices
+
+    def footprints_of(self, index: int) -> list[Footprint]:
+        """Return the footprint of a block for each of its micro-batches."""
+        kind = self.outline.kind(index)
+        return [kind.footprint_with(rows, self.settings.expert_tile) for rows in self.slices_of(index)]
 
     @property
     def offloaded(self) -> int:
@@ -100,14 +119,14 @@ class Step:
         return self.outline.num_blocks - self.settings.residency.boundaries
 
     @property
-    def waiting(self) -> int:
-        """Number of boundaries in host memory, not counting blocks without a gradient, which keep none."""
-        return max(0, self.offloaded - self.outline.first_differentiated)
+    def waiting(self) -> list[int]:
+        """The blocks with their boundary in host memory. Blocks without a gradient keep none."""
+        return [index for index in self.outline.differentiated if index < self.offloaded]
 
     @property
-    def staying(self) -> int:
-        """Number of boundaries that stay on the device."""
-        return min(self.settings.residency.boundaries, self.outline.num_blocks - self.outline.first_differentiated)
+    def staying(self) -> list[int]:
+        """The blocks with their boundary on the device."""
+        return [index for index in self.outline.differentiated if index >= self.offloaded]
 
     @property
     def moments(self) -> list[frozenset[str]]:
@@ -138,7 +157,8 @@ class Step:
         """Return the settings that determine the engine's device buffers."""
         settings = self.settings
         return BufferSettings(
-            options=self.buffer_options, tokens=self.tokens, offloaded=self.waiting, resident=settings.residency.weights,
+            options=self.buffer_options, tokens=self.tokens, offloaded=len(self.waiting), resident=settings.residency.weights,
+            largest_boundary=max(map(self.boundary_of, self.waiting), default=0),
             table_rows=self.table_rows,
             forward_table_rows=max(
                 (self._distinct_rows(each.rows * each.length * settings.num_ranks) for each in settings.forwards), default=0
@@ -159,8 +179,7 @@ class Step:
     def passes(self) -> list[Schedule]:
         """Return the forward, backward and update passes of one step among many."""
         settings, model, layout = self.settings, self.outline.layout, self.layout
-        differentiated = range(self.outline.first_differentiated, layout.num_blocks)
-        of_text = map(block, range(model.num_tower_blocks, layout.num_blocks))
+        order, differentiated = self.outline.order, self.outline.differentiated
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
         is_trained = {unit: model.trained_numel(unit) > 0 for unit in (EMBED, *units)}
         # The next forward pass updates the table, which includes a tied head.
@@ -168,7 +187,7 @@ class Step:
         head_grads = settings.chunked_head and is_trained[HEAD]
         forward = build.forward(
             layout,
-            order=[EMBED, *of_text],
+            order=order,
             keeps=differentiated,
             blocks_changed=any(is_trained[block(u)] for u in range(layout.num_blocks)),
             table_update=is_trained[EMBED],
@@ -176,7 +195,7 @@ class Step:
         )
         backward = build.backward(
             layout,
-            order=[EMBED, *map(block, differentiated)],
+            order=[unit for unit in order if unit == EMBED or unit.block_index in differentiated],
             trainable=[u for u in (EMBED, *units) if is_trained[u]],
             head_grads=head_grads,
         )

@@ -64,7 +64,7 @@ class StepCost:
         rows, total = tokens / self._outline.length, 0.0
         for kind in self._outline.kinds:
             work = kind.recompute.at(rows) + kind.backward.at(rows) if backward else kind.forward.at(rows)
-            total += self._device_seconds(work, self._settings.compiled) * len(kind.indices)
+            total += self._device_seconds(work, self._is_compiled(kind.indices[0])) * len(kind.indices)
         return total
 
     # Transfers
@@ -75,7 +75,7 @@ class StepCost:
         For a tile or a core, count the rank with the largest share, since it sends more than it receives.
         """
         if op.kind in (Kind.OFFLOAD, Kind.FETCH):
-            return self._step.boundary
+            return self._step.boundary_of(op.unit.block_index)
         ranks, share = self._settings.shard.count, self._tiled.part(op.unit).largest_share()
         if op.kind == Kind.GATHER:
             return self._gathered_bytes(op, ranks, share)
@@ -198,12 +198,24 @@ class StepCost:
         if op.kind == Kind.ORTHOGONALIZE:
             return self._device_seconds(orthogonalizing_work(self._matrices(op.unit)), compiled=False, dtype="bfloat16")
         if op.unit == OUTER:
-            return 0.0
+            return self._outer_seconds(op.kind)
         if op.unit == EMBED:
             return self._embedding_bytes(op.kind) / self._hardware.device_bandwidth
         if op.unit == HEAD:
             return self._device_seconds(self._head_work(op), compiled=False)
         return self._block_seconds(op)
+
+    def _outer_seconds(self, kind: Kind) -> float:
+        """Return the seconds of the code around the blocks of towers; that around the decoder's blocks takes next to nothing."""
+        images = self._outline.images
+        if images is None:
+            return 0.0
+        work = (images.forward if kind == Kind.FORWARD else images.backward).at(self._settings.rows)
+        return self._device_seconds(work, compiled=False)
+
+    def _is_compiled(self, index: int) -> bool:
+        """Return whether a block is compiled: images differ too much in size for those of towers."""
+        return self._settings.compiled and not self._step.is_of_tower(index)
 
     def _embedding_bytes(self, kind: Kind) -> int:
         """Return the device bytes read and written in looking up the rows of tokens, or in adding up their gradients."""
@@ -221,7 +233,7 @@ class StepCost:
             work = self._tiles.work(op, self._outline.kinds[kind]) if is_cut else self._block(op.kind, index, has_graph)
             if not op.unit.is_tile:
                 work += self._casting_work(op.kind, index)
-            own_code = self._device_seconds(work, self._settings.compiled)
+            own_code = self._device_seconds(work, self._is_compiled(index))
             self._block_costs[key] = own_code + self._engine_bytes(op) / self._hardware.device_bandwidth
         return self._block_costs[key]
 
@@ -238,7 +250,7 @@ class StepCost:
         kind, total = self._outline.kind(index), Work()
         if op_kind == Kind.STAGE:  # it only rounds gradients, which `_engine_bytes` counts
             return total
-        for rows in self._settings.slices:
+        for rows in self._step.slices_of(index):
             if op_kind == Kind.FORWARD:
                 total += kind.forward.at(rows)
                 continue
@@ -253,7 +265,8 @@ class StepCost:
         """
         if op.kind in (Kind.ROUTE, Kind.RECOMPUTE):
             return 0.0
-        parameters, num_slices = self._tiled.part(op.unit).grad_layout.num_params, len(self._settings.slices)
+        parameters = self._tiled.part(op.unit).grad_layout.num_params
+        num_slices = len(self._step.slices_of(op.unit.block_index))
         if op.kind == Kind.STAGE:
             return parameters * (4 + self._settings.grad_bytes)
         # fp32 accumulation reads the gradient and the sum, and writes the sum: 3 x 4 bytes.

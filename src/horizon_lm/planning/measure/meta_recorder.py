@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from horizon_lm.model import attention_with_sinks
@@ -33,26 +33,29 @@ class Recorder(TorchDispatchMode):
 
     Args:
         given: existing tensors, in nested structures, which are not counted.
+        device: the device whose tensors are counted. On the CPU, where values decide shapes, matrix products are not computed: their
+            results are zeros.
 
     Attributes:
         live, peak: bytes of the storages that were created while recording, now and at their peak.
         work: work of all operations so far.
     """
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: Any, device: str = "meta") -> None:
         super().__init__()
+        self._device = device
         self.live = self.peak = 0
         self.work = Work()
         self._followed = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = _run(func, args, kwargs)
+        result = (_run if self._device == "meta" else _run_without_products)(func, args, kwargs)
         results, inputs = _tensors(result), _tensors((args, kwargs))
         if not _is_view(func, results, inputs):
             self._count(func, args, kwargs, result, [*inputs, *results])
         for tensor in results:
-            if tensor.device.type == "meta":
+            if tensor.device.type == self._device:
                 self._follow(tensor.untyped_storage())
         return result
 
@@ -114,6 +117,23 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             _results.clear()
         _results[key] = result.shape, result.stride(), result.dtype
     return result
+
+
+def _run_without_products(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation; return zeros in place of the result of a matrix product on the CPU."""
+    if func._overloadpacket not in flop_registry or any(t.device.type == "meta" for t in _tensors((args, kwargs))):
+        return func(*args, **kwargs)
+    on_meta = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
+    return tree_map(
+        lambda leaf: torch.zeros_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf, on_meta
+    )
+
+
+def _as_meta(value: Any) -> Any:
+    """Return a tensor of the same shape, strides and dtype on the meta device, and anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return torch.device("meta") if isinstance(value, torch.device) else value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _signature(value: Any) -> Any:

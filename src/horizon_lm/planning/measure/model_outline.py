@@ -21,12 +21,13 @@ from horizon_lm.model.adapter_kinds import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.components import Component, component_of_modules, component_of_params
-from horizon_lm.model.examination import examine
+from horizon_lm.model.examination import Examined, examine
 from horizon_lm.model.float8.layers import use_float8
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.proven import IMAGES, IMAGES_IN_MICRO_BATCHES
 from horizon_lm.model.routed_experts import (
     RoutedExperts,
     experts_per_token,
@@ -47,6 +48,7 @@ from horizon_lm.planning.arithmetic.outline import (
 )
 from horizon_lm.planning.measure.block_calls import BlockCalls, call_of_each_block, find_calls, shared_bytes
 from horizon_lm.planning.measure.head_probe import head_costs
+from horizon_lm.planning.measure.image_costs import RowsWithImages, image_costs
 
 
 class QuantizedWeights(Protocol):
@@ -61,7 +63,7 @@ def outline_model(
     source: ModelSource, *, length: int, dtype: torch.dtype, masked: bool = True, on_accelerator: bool = False,
     mlp_chunk_tokens: int | None = None, products: str = "plain", trainable: str | None = None,
     frozen: Collection[Component] = (), adapters: Adapters | None = None, quantized: QuantizedWeights | None = None, packed: bool = False,
-    allow_unproven_model: bool = False, head_values: Sequence[str] = (),
+    allow_unproven_model: bool = False, head_values: Sequence[str] = (), images: RowsWithImages | None = None,
 ) -> ModelOutline:  # fmt: skip
     """Return the outline of a model.
 
@@ -78,6 +80,7 @@ def outline_model(
         packed: rows are packed, so the model must keep them apart.
         allow_unproven_model: as in `horizon_lm.stream`.
         head_values: per-token values that the loss uses, as in `cost.head_probe.head_peak`.
+        images: the images of rows; None for rows of text.
 
     Raises:
         ConfigError: a setting does not suit the model.
@@ -92,12 +95,17 @@ def outline_model(
         require_packable(parts, examined.attention)
     path_or_reason, layout = find_chunked_path(parts), model_layout(parts)
     path = path_or_reason if isinstance(path_or_reason, ChunkedPath) else None
+    if images is not None:
+        require_images(parts, examined)
     try:
         costs = _costs(parts, path, length, dtype, masked, on_accelerator, mlp_chunk_tokens, products, head_values)
     except HorizonError:
         raise
     except Exception as error:  # the model's own code may raise any exception on the meta device
         costs = _zero_costs(parts, error)
+    else:
+        if images is not None:
+            costs |= _with_images(parts, images, dtype, on_accelerator, costs["kinds"])
     return ModelOutline(
         name=source.place,
         layout=layout,
@@ -107,12 +115,12 @@ def outline_model(
         length=length,
         compute_bytes=dtype.itemsize,
         attention=examined.attention,
-        first_differentiated=parts.first_differentiated(),
         has_adapters=bool(parts.adapters),
         base_is_frozen=bool(parts.frozen_base()),
         trains_decoded=any(not _is_of_bitsandbytes(codec) for codec in parts.codecs.values()),
         whole_head_only="" if path is not None else str(path_or_reason),
-        whole_batch_only=examined.whole_batch_only,
+        whole_batch_only=examined.whole_batch_only
+        or (images is not None and IMAGES_IN_MICRO_BATCHES not in examined.images),
         unproven=examined.unproven,
         **costs,
     )
@@ -181,6 +189,7 @@ def _costs(
     in_chunks = path is not None  # otherwise all three heads compute all logits at once
     experts = find_divisible_experts(parts)
     return {
+        "first_differentiated": parts.first_differentiated(),
         "kinds": [*_idle_towers(parts), *(_measure_kind(each, experts.get(each.indices[0])) for each in calls)],
         "shared": Linear(shared_bytes(calls, 1), shared_bytes(calls, 2)),
         "heads": {
@@ -195,11 +204,44 @@ def _zero_costs(parts: ModelParts, error: Exception) -> dict[str, Any]:
     """Return costs of 0 as fields of an outline, and the reason why they are unknown."""
     nothing, no_work = Linear(0, 0), Linear(Work(), Work())
     return {
+        "first_differentiated": parts.first_differentiated(),
         "kinds": [_idle_kind(range(parts.num_blocks))],
         "shared": nothing,
         "heads": dict.fromkeys(("chunked", "compiled", "whole"), HeadCosts(nothing, no_work, no_work)),
         "unknown": f"{type(parts.model).__name__} cannot be tried without weights ({first_line(error)})",
     }
+
+
+def _with_images(
+    parts: ModelParts, images: RowsWithImages, dtype: torch.dtype, accelerated: bool, kinds: Sequence[BlockKind]
+) -> dict[str, Any]:
+    """Return the fields of an outline that images change, given the blocks for rows of text.
+
+    Raises:
+        ModelNotSupportedError: the model's code for images cannot be tried.
+    """
+    try:
+        costs, of_towers, first_differentiated = image_costs(parts, images, dtype, accelerated)
+    except HorizonError:
+        raise
+    except Exception as error:  # the model's own code may raise any exception on stand-ins
+        raise ModelNotSupportedError(
+            f"{type(parts.model).__name__}: its code for images cannot be tried without weights ({first_line(error)}), so a plan cannot count "
+            "them; plan rows of text, without images_per_row"
+        ) from error
+    of_decoder = [kind for kind in kinds if kind.indices[0] in parts.decoder_blocks]
+    return {"images": costs, "kinds": [*of_towers, *of_decoder], "first_differentiated": first_differentiated}
+
+
+def require_images(parts: ModelParts, examined: Examined) -> None:
+    """Raise ModelNotSupportedError if a model has no towers, or is streamed on text only."""
+    name = type(parts.model).__name__
+    if not parts.towers:
+        raise ModelNotSupportedError(f"images_per_row: {name} has no tower that reads images; remove it")
+    if IMAGES not in examined.images:
+        raise ModelNotSupportedError(
+            f"images_per_row: {name} is streamed on text only so far (docs/generated/models.md); remove it, or set allow_unproven_model"
+        )
 
 
 def _idle_towers(parts: ModelParts) -> list[BlockKind]:

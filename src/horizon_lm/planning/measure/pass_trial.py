@@ -5,7 +5,7 @@ model's own code. It runs without weights: one zero is read everywhere, and bloc
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class PassTrial:
         output_of: returns the output of a block, on any device, for its index and arguments.
         recording: a backward pass may follow.
         watch: is called before each block.
+        grads: gradients of outer weights, if the graph of a trial is differentiated.
     """
 
     parts: ModelParts
@@ -40,6 +41,7 @@ class PassTrial:
     output_of: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
     recording: bool = True
     watch: Watch = lambda index, args, kwargs: None
+    grads: list[torch.Tensor] = field(default_factory=list)
 
     def run(self, call: Mapping[str, Any]) -> tuple[tuple[Unit, ...], frozenset[int]]:
         """Run the model's code on a batch. It ends at a block of the decoder from which on nothing is open.
@@ -98,7 +100,25 @@ class PassTrial:
     def _zero(self, ref: ParamRef) -> torch.Tensor:
         """Return one zero that is read everywhere in place of a weight."""
         value = torch.zeros((), dtype=self.parts.computed_dtype(ref.name, self.dtype), device=self.device)
-        return value.expand(ref.param.shape).requires_grad_(_is_trained(ref))
+        weight = value.expand(ref.param.shape)
+        if not _is_trained(ref):
+            return weight
+        trained: torch.Tensor = _Trained.apply(weight, value.new_zeros((), requires_grad=True), self.grads)
+        return trained
+
+
+class _Trained(torch.autograd.Function):
+    """A weight whose gradient is kept in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, anchor: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+        ctx.grads = grads
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        ctx.grads.append(grad)
+        return None, None, None
 
 
 class _Computed(torch.autograd.Function):
