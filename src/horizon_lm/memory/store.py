@@ -30,6 +30,7 @@ class Store:
         codecs: the codecs of quantized tensors, all of frozen units, by full parameter name.
         shard: the range of each slab that this rank owns.
         in_float32: full names of the tensors that are kept in float32, in slabs of their own.
+        exact: further units that are not trained, whose weights are whole without low halves.
 
     Attributes:
         units: the slabs, by unit.
@@ -45,6 +46,7 @@ class Store:
         codecs: Mapping[str, Codec] | None = None,
         shard: Shard = WHOLE,
         in_float32: Collection[str] = (),
+        exact: Collection[Unit] = (),
     ) -> None:
         self.precision, self.codecs, self.shard = precision, dict(codecs or {}), shard
         self.in_float32 = frozenset(in_float32)
@@ -65,7 +67,7 @@ class Store:
         self.block_version = 0  # the same for weights of blocks, which an update of adapters leaves as they are
         self.has_grads = False
 
-        self._allocate_weights(kept or {})
+        self._allocate_weights(kept or {}, self.frozen.union(exact))
         self.num_bytes = self._bytes_of_weights()
 
     @property
@@ -73,11 +75,11 @@ class Store:
         """The slabs of weights that are not quantized, some of them empty: those of each unit one after the other."""
         return [slab for slabs in self.units.values() for slab in slabs.of_weights]
 
-    def _allocate_weights(self, kept: Mapping[str, Slab]) -> None:
-        """Allocate the weights of all slabs, except that those in ``kept`` are taken over."""
+    def _allocate_weights(self, kept: Mapping[str, Slab], without_low: Collection[Unit]) -> None:
+        """Allocate the weights of all slabs, except that those in ``kept`` are taken over. The units ``without_low`` have no low halves."""
         # The outer parameters have arenas of their own, because they alone grow when adapters are added.
         for units in ([unit for unit in self.units if unit != OUTER], [unit for unit in self.units if unit == OUTER]):
-            trained = {self.units[unit].plain.name for unit in units if unit not in self.frozen}
+            trained = {self.units[unit].plain.name for unit in units if unit not in without_low}
             # All slabs of one storage have one dtype, and share an arena.
             for of_storage in zip(*(self.units[unit].all for unit in units), strict=True):
                 self._allocate([slab for slab in of_storage if slab.name not in kept], trained)
@@ -157,13 +159,13 @@ class Store:
         called only once.
 
         Raises:
-            StreamingError: a parameter belongs to a frozen unit.
+            StreamingError: a parameter belongs to a unit without low halves, which the precision needs.
         """
         trainable = set(trainable)
         for unit, slabs in self.units.items():
             if self.precision.low_half and slabs.plain.low is None and not trainable.isdisjoint(slabs.plain.layout):
                 raise StreamingError(
-                    f"{unit}: the base of a model with adapters was frozen when it was streamed, and has no fp32 master; "
+                    f"{unit}: no weight of it was trained when the model was opened, as of the base of adapters, so it has no fp32 master; "
                     "unfreeze its weights before stream(), or stream with precision='bf16'"
                 )
         for slabs in self.units.values():

@@ -177,11 +177,16 @@ def _reject_hub_kernels(config: Any, place: str) -> None:
             )
 
 
-def config_bytes(config: Any) -> int:
-    """Return the bytes per element of a checkpoint, taken from its config; old configs without a dtype mean fp32."""
+def config_dtype(config: Any) -> torch.dtype:
+    """Return the dtype of a checkpoint, taken from its config; old configs without one mean float32."""
     dtype = getattr(config.get_text_config(), "dtype", None)
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def config_bytes(config: Any) -> int:
+    """Return the bytes per element of a checkpoint, taken from its config."""
+    return config_dtype(config).itemsize
 
 
 def stored_bytes(folder: Path, config: Any) -> int:

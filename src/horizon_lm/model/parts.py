@@ -195,9 +195,12 @@ class ModelParts:
 
     def frozen_base(self) -> frozenset[Unit]:
         """Return the units without trainable weights, if adapters are trained and no weight of a decoder block is; empty otherwise."""
-        blocks = set(map(block, self.decoder_blocks))
-        frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
-        return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()
+        blocks, untrained = set(map(block, self.decoder_blocks)), self.untrained()
+        return untrained if self.is_adapted and blocks <= untrained else frozenset()
+
+    def untrained(self) -> frozenset[Unit]:
+        """Return the units without trainable weights."""
+        return frozenset(unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs))
 
     def hidden_matrices(self) -> dict[str, MatrixShape]:
         """Return the number, rows and columns of the trainable matrices of decoder blocks, by full name.

@@ -26,8 +26,9 @@ from horizon_lm.model.parts import ModelParts, ParamRef
 
 
 def with_store(
-    model: Any, settings: StreamArguments, frozen: bool = False, find_codecs: FindCodecs | None = None
-) -> tuple[Examined, Store]:
+    model: Any, settings: StreamArguments, frozen: bool = False, find_codecs: FindCodecs | None = None,
+    in_bfloat16: bool = False,
+) -> tuple[Examined, Store]:  # fmt: skip
     """Create a store for a skeleton on the meta device, whose parameters become views into it. Return its units and the store.
 
     Args:
@@ -35,6 +36,7 @@ def with_store(
         settings: arguments of the caller.
         frozen: no weight will be trained, so there are no low halves.
         find_codecs: function that returns the codecs of quantized weights; None if there are none.
+        in_bfloat16: the weights come in bfloat16, so that units which are not trained need no low halves.
     """
     examined = settings.examine(model)
     parts = examined.parts
@@ -43,7 +45,7 @@ def with_store(
     never_trained = set(parts.units) if frozen else parts.frozen_base()
     store = Store(
         parts.shapes(), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=settings.device_mesh.shard,
-        in_float32=parts.in_float32,
+        in_float32=parts.in_float32, exact=parts.untrained() if in_bfloat16 else (),
     )  # fmt: skip
     for ref in parts.refs():
         ref.param = (

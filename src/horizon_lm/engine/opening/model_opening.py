@@ -1,7 +1,7 @@
 """Open a model from a folder or a hub id: find its files, build it without weights, and read the weights into a store."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class OpenRequest:
         options: other arguments of `horizon_lm.from_pretrained`, such as ``device`` and ``precision``.
         source: the model of ``name`` that the caller has opened already, for the same arguments; None to open it.
         adapters: adapters to add to the model, which is frozen and has no fp32 master; a PEFT model is returned.
+        freeze: freezes, in the model without its weights, those that are not trained; None to train all.
         reads_weights: read the weights. Otherwise a checkpoint will restore them; those of a GGUF file are read all the
             same, because transformers opens such a file only as a whole.
     """
@@ -52,6 +53,7 @@ class OpenRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     source: ModelSource | None = None
     adapters: Adapters | None = None
+    freeze: Callable[[Any], None] | None = None
     reads_weights: bool = True
 
 
@@ -140,6 +142,8 @@ def _open_gguf(
             f"gguf_file={request.gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
         )
     model = gguf_weights.load_gguf(folder.absolute(), request.gguf_file, opened_dtype(arguments.precision))
+    if request.freeze is not None:
+        request.freeze(model)
     return stream_loaded(model if request.adapters is None else request.adapters.add_to(model, draw=True), arguments)
 
 
@@ -158,11 +162,15 @@ def _open_checkpoint(
     if frozen:
         # Set on the skeleton: its parameters in the store take `requires_grad` over.
         model.requires_grad_(False)
+    elif request.freeze is not None:
+        request.freeze(model)
     if adapters is not None:  # PEFT writes the name into the adapter's config
         model.config.name_or_path = model.name_or_path = lasting_name(str(request.name))
     # Before anything is read, because the comparison hashes the bytes as they are read.
     same_weights = SameWeights(mesh, checkpoint, model.config)
-    examined, store = with_store(model, arguments, frozen, find_codecs)
+    # What the caller freezes when it opens the model is never trained; whoever freezes weights later may train them again.
+    in_bfloat16 = request.freeze is not None and source.quantization is None and checkpoint.stored.in_bfloat16
+    examined, store = with_store(model, arguments, frozen, find_codecs, in_bfloat16)
     if store.codecs:
         show_quantization(examined.parts, source.quantization or quantization or {})
     if request.reads_weights:

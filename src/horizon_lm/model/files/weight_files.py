@@ -94,6 +94,11 @@ class WeightFiles:
             found.update({name: present[name] for name in names})
         return found
 
+    @property
+    def in_bfloat16(self) -> bool:
+        """True if all tensors are in bfloat16."""
+        return all(each.dtype == "BF16" for each in self.headers().values())
+
     def description(self) -> Any:
         """Return the names, files, dtypes and shapes of all tensors as plain data."""
         return [[name, self._file_of[name], each.dtype, [*each.shape]] for name, each in self.headers().items()]

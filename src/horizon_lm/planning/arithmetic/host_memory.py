@@ -29,7 +29,7 @@ def host_bytes(step: Step) -> Mapping[str, int]:
         "weights": sum(slab.own_bytes(WEIGHT_BYTES[_precision(slab, step)]) for slab in layout.slabs()),
         "packed_weights": sum(slabs.packed.own_bytes(1) for slabs in layout.units.values()),
         "low_halves": sum(
-            slab.own_bytes(_LOW_HALF_BYTES[_precision(slab, step)]) for slab in layout.slabs() if slab.unit in masters
+            slab.own_bytes(_low_half_bytes(slab, step)) for slab in layout.slabs() if slab.unit in masters
         ),
         "grads": sum(slab.own_grad_bytes(_grad_bytes(slab, step)) for slab in grads),
         "moments": _bytes_of_moments(step, layout),
@@ -45,8 +45,8 @@ def checkpoint_bytes(step: Step) -> int:
     for unit in _units_with_masters(step):
         for slab in layout.units[unit].of_weights:
             # The two halves of a weight are in slabs of their own.
-            for bytes_of_half in (WEIGHT_BYTES, _LOW_HALF_BYTES):
-                total += page_aligned(slab.layout.numel * bytes_of_half[_precision(slab, step)])
+            for itemsize in (WEIGHT_BYTES[_precision(slab, step)], _low_half_bytes(slab, step)):
+                total += page_aligned(slab.layout.numel * itemsize)
     return total + _bytes_of_moments(step, layout.on(WHOLE))
 
 
@@ -62,7 +62,7 @@ def checkpoint_files_bytes(step: Step) -> int:
     num_moments, headers, num_tensors = len(step.moments) * per_moment, 0, 0
     for unit in _units_with_masters(step):
         for slab in layout.units[unit].of_weights:
-            halves = 2 if _LOW_HALF_BYTES[_precision(slab, step)] else 1
+            halves = 2 if _low_half_bytes(slab, step) else 1
             num_with_moments = len(slab.layout.entries) if slab.grad_layout.entries else 0
             num_in_file = len(slab.layout.entries) * halves + num_with_moments * num_moments
             headers += page_aligned(num_in_file * _HEADER_BYTES)
@@ -75,7 +75,11 @@ def largest_file_bytes(step: Step) -> int:
     settings, layout = step.settings, step.outline.layout
     masters, moments = _units_with_masters(step), step.moments
     files = (
-        (SAVED_BYTES[_precision(slab, step)] * slab.layout.numel if slab.unit in masters else 0)
+        (
+            (WEIGHT_BYTES[_precision(slab, step)] + _low_half_bytes(slab, step)) * slab.layout.numel
+            if slab.unit in masters
+            else 0
+        )
         + MOMENT_BYTES[settings.moments] * sum(slab.layout.restrict(names).numel for names in moments)
         for slab in layout.slabs()
     )
@@ -84,6 +88,12 @@ def largest_file_bytes(step: Step) -> int:
 
 def _precision(slab: StorageLayout, step: Step) -> str:
     return "float32" if slab.storage == FLOAT32 else step.settings.precision
+
+
+def _low_half_bytes(slab: StorageLayout, step: Step) -> int:
+    """Return the bytes of the low half of each weight in a slab: none in a unit that is not trained, if bfloat16 has all bits."""
+    is_trained = step.outline.layout.units[slab.unit].grad_layout.numel > 0
+    return _LOW_HALF_BYTES[_precision(slab, step)] if is_trained or not step.outline.in_bfloat16 else 0
 
 
 def _grad_bytes(slab: StorageLayout, step: Step) -> int:

@@ -213,6 +213,7 @@ class ModelOutline:
         first_differentiated: the first block of the decoder with a gradient.
         has_adapters: blocks have adapters, which belong to the outer parameters.
         base_is_frozen: adapters are trained, and no weight of a block.
+        in_bfloat16: the weights come in bfloat16, so units that are not trained need no low halves.
         trains_decoded: transformers trains the quantized base only after decoding all of it, as of FP8, MXFP4 and INT4.
         whole_head_only: reason why the loss cannot be computed in chunks of tokens; empty if it can.
         whole_batch_only: the batch must not be split into micro-batches, because the model was not proven with them.
@@ -236,6 +237,7 @@ class ModelOutline:
     first_differentiated: int = 0
     has_adapters: bool = False
     base_is_frozen: bool = False
+    in_bfloat16: bool = False
     trains_decoded: bool = False
     whole_head_only: str = ""
     whole_batch_only: bool = False

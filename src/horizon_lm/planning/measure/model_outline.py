@@ -63,7 +63,7 @@ def outline_model(
     source: ModelSource, *, length: int, dtype: torch.dtype, masked: bool = True, on_accelerator: bool = False,
     mlp_chunk_tokens: int | None = None, products: str = "plain", trainable: str | None = None,
     frozen: Collection[Component] = (), adapters: Adapters | None = None, quantized: QuantizedWeights | None = None, packed: bool = False,
-    allow_unproven_model: bool = False, head_values: Sequence[str] = (), images: RowsWithImages | None = None,
+    allow_unproven_model: bool = False, head_values: Sequence[str] = (), images: RowsWithImages | None = None, in_bfloat16: bool = False,
 ) -> ModelOutline:  # fmt: skip
     """Return the outline of a model.
 
@@ -81,6 +81,7 @@ def outline_model(
         allow_unproven_model: as in `horizon_lm.stream`.
         head_values: per-token values that the loss uses, as in `cost.head_probe.head_peak`.
         images: the images of rows; None for rows of text.
+        in_bfloat16: the weights come in bfloat16.
 
     Raises:
         ConfigError: a setting does not suit the model.
@@ -117,6 +118,7 @@ def outline_model(
         attention=examined.attention,
         has_adapters=bool(parts.adapters),
         base_is_frozen=bool(parts.frozen_base()),
+        in_bfloat16=in_bfloat16,
         trains_decoded=any(not _is_of_bitsandbytes(codec) for codec in parts.codecs.values()),
         whole_head_only="" if path is not None else str(path_or_reason),
         whole_batch_only=examined.whole_batch_only

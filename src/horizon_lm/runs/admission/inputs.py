@@ -16,6 +16,7 @@ from horizon_lm.model.adapter_config import ADAPTER_CONFIG, require_weights
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.components import Component, frozen_components
 from horizon_lm.model.files.quantized_checkpoint import Quantized
+from horizon_lm.model.files.weight_files import WeightFiles
 from horizon_lm.model.generation import Generation
 from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.opening import opened_dtype
@@ -37,6 +38,7 @@ class Source:
         model: the model, with its config.
         stored_bytes: bytes per element of the checkpoint.
         is_local: the weights are on this machine.
+        in_bfloat16: all weights of the checkpoint are in bfloat16.
         is_streamed: the model is streamed already, with the adapters that it has.
         head_values: per-token values from which the loss is computed; None for those that the run's settings imply.
         adapters: adapters that are trained; None for those of the run's settings.
@@ -46,6 +48,7 @@ class Source:
     model: ModelSource
     stored_bytes: int
     is_local: bool
+    in_bfloat16: bool = False
     is_streamed: bool = False
     head_values: tuple[str, ...] | None = None
     adapters: Any = None
@@ -103,6 +106,7 @@ class Source:
             "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
             "products": run.products,
             "trainable": run.trainable,
+            "in_bfloat16": self.in_bfloat16,
             "frozen": frozenset() if self.is_streamed else frozen_components(run),
             "adapters": self.adapters or Adapters.of(run),
             "quantized": quantized,
@@ -143,7 +147,9 @@ def open_source(run: RunConfig) -> Source:
     config = known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
     if known and known.quantization:
         config.quantization_config = dict(known.quantization)
-    return Source(_checked_model(run, config, None), hf_config.config_bytes(config), is_local=False)
+    model = _checked_model(run, config, None)
+    in_bfloat16 = model.quantization is None and hf_config.config_dtype(config) == torch.bfloat16
+    return Source(model, hf_config.config_bytes(config), is_local=False, in_bfloat16=in_bfloat16)
 
 
 def fetch_source(run: RunConfig) -> Source:
@@ -165,7 +171,16 @@ def _source_in_folder(run: RunConfig, folder: Path) -> Source:
         stored_itemsize = hf_config.config_bytes(config)  # the files also hold codes and scales, in dtypes of their own
     else:
         stored_itemsize = hf_config.stored_bytes(folder, config)
-    return Source(model, stored_itemsize, is_local=True)
+    in_bfloat16 = not run.gguf_file and model.quantization is None and _is_in_bfloat16(folder)
+    return Source(model, stored_itemsize, is_local=True, in_bfloat16=in_bfloat16)
+
+
+def _is_in_bfloat16(folder: Path) -> bool:
+    """Return whether all weights in a folder are in bfloat16; False if they cannot be read, which is an error later."""
+    try:
+        return WeightFiles.is_in(folder) and WeightFiles(folder).in_bfloat16
+    except ConfigError:
+        return False
 
 
 def _checked_model(run: RunConfig, config: Any, folder: Path | None) -> ModelSource:

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,6 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
     from transformers.integrations import activate_neftune
 
     from horizon_lm.engine.opening.model_opening import open_model
-    from horizon_lm.model.components import frozen_components
-    from horizon_lm.model.freezing import freeze
 
     transformers.set_seed(config.seed)
     with warnings.catch_warnings():
@@ -126,8 +125,6 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
             warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
         model = open_model(_open_request(config, source, reads_weights, mesh))
-    if not config.use_peft:  # the base of adapters is frozen
-        freeze(model, config.trainable, frozen_components(config))
     if isinstance(config, TextConfig) and config.neftune_noise_alpha is not None:
         activate_neftune(model, config.neftune_noise_alpha)  # embeddings run their hooks, as in a plain model
     # Evaluation mode makes a model train without dropout and changes nothing else.
@@ -161,12 +158,16 @@ def _open_request(config: RunConfig, source: ModelSource, reads_weights: bool, m
     """Return the request to open the model of a run, with its adapters."""
     from horizon_lm.engine.opening.model_opening import OpenRequest
     from horizon_lm.model.adapters import Adapters
+    from horizon_lm.model.components import frozen_components
+    from horizon_lm.model.freezing import freeze
     from horizon_lm.model.quantization import requested_quantization
 
     adapters = Adapters.of(config)
     return OpenRequest(
         name=config.model_name_or_path, source=source, gguf_file=config.gguf_file,
         trust_remote_code=config.trust_remote_code, adapters=adapters,
+        # The base of adapters is frozen in any case.
+        freeze=None if adapters is not None else partial(freeze, trainable=config.trainable, frozen=frozen_components(config)),
         reads_weights=reads_weights or adapters is not None,  # a checkpoint has the adapters alone
         options={
             "device": choose_device(config.device), **StreamingOptions.of(config), "device_mesh": mesh,
