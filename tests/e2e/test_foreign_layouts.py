@@ -19,6 +19,7 @@ _INFO: dict[str, Any] = {  # of LLaMA-Factory's demonstration data
     "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
     "dpo_en_demo": {"file_name": "dpo_en_demo.json", **_SHAREGPT, "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}},
     "mllm_demo": {"file_name": "mllm_demo.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"}},
+    "films": {"file_name": "more/films.json", "formatting": "sharegpt", "columns": {"images": "images", "videos": "videos"}},
 }  # fmt: skip
 _V1_LISTS: dict[str, Any] = {
     "v1_sft": {"identity": {"path": "data/identity.json", "source": "local", "converter": "alpaca"}},
@@ -32,7 +33,7 @@ _V1_LISTS: dict[str, Any] = {
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with the lists of datasets that the files name."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "more").mkdir(parents=True)
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(_INFO))
     for each in _INFO.values():
         (tmp_path / "data" / each["file_name"]).write_text("{}\n")

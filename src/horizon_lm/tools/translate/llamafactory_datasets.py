@@ -18,6 +18,7 @@ def from_llamafactory(
     if objective == "dpo" and theirs.get("adapter_name_or_path"):
         reason = "LLaMA-Factory's reference is the base without these adapters; here it is the model that the run starts from, with them"
         left_out.add("adapter_name_or_path", "numbers", reason)
+    has_images = False
     limit = {"max_samples": theirs["max_samples"]} if theirs.get("max_samples") else {}
     for key, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         names = theirs.get(key) or []
@@ -30,8 +31,11 @@ def from_llamafactory(
             continue
         else:
             entries = [_llamafactory_entry(name, data_folder, info[name], objective, left_out) for name in names]
+            has_images |= any("images" in info[name].get("columns", {}) for name in names)
         if entries:
             yield ours, [entry | limit for entry in entries]
+    if has_images:
+        yield from ((name, value) for name, value in _LLAMAFACTORY_PIXELS.items() if theirs.get(name) is None)
 
 
 def _read_dataset_info(folder: Path, data_dir: str) -> tuple[Path, Mapping[str, Any]]:
@@ -46,7 +50,10 @@ def _read_dataset_info(folder: Path, data_dir: str) -> tuple[Path, Mapping[str, 
 _LLAMAFACTORY_COLUMNS = {
     "prompt": "instruction", "query": "input", "response": "output", "messages": "conversations", "system": "system",
     "tools": "tools", "history": "history", "chosen": "chosen", "rejected": "rejected",
+    "images": "images",
 }  # fmt: skip
+_LLAMAFACTORY_TEXT_COLUMNS = {"prompt": "text", "images": "images"}  # of rows to pretrain on
+_LLAMAFACTORY_PIXELS = {"image_max_pixels": 768 * 768, "image_min_pixels": 32 * 32}  # its defaults
 _LLAMAFACTORY_LOCATION = {"subset": "name", "split": "split", "folder": "data_dir"}
 _LLAMAFACTORY_KNOWN = (
     *_LLAMAFACTORY_LOCATION, "hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "columns", "formatting", "ranking", "tags",
@@ -69,11 +76,16 @@ def _llamafactory_entry(
     entry: dict[str, Any] = {"path": theirs.get("hf_hub_url") or str(folder / theirs.get("file_name", name))}
     entry |= {ours: theirs[key] for key, ours in _LLAMAFACTORY_LOCATION.items() if theirs.get(key)}
     their_columns = theirs.get("columns", {})
-    our_names = {"prompt": "text"} if is_text else _LLAMAFACTORY_COLUMNS
+    our_names = _LLAMAFACTORY_TEXT_COLUMNS if is_text else _LLAMAFACTORY_COLUMNS
     columns = {our_names[key]: column for key, column in their_columns.items() if key in our_names}
     columns = {ours: column for ours, column in columns.items() if ours != column}
     left_out.reject_unknown(where, theirs, _LLAMAFACTORY_KNOWN)
-    left_out.reject_unknown(f"{where}.columns", their_columns, _LLAMAFACTORY_COLUMNS)  # images, videos, audios, kto_tag
+    if "images" in their_columns and len(Path(str(theirs.get("file_name", ""))).parts) > 1:
+        reason = (
+            "paths of images are relative to the file here, and to dataset_dir in LLaMA-Factory; move the file there"
+        )
+        left_out.add(f"{where}.file_name", "rejected", reason)
+    left_out.reject_unknown(f"{where}.columns", their_columns, _LLAMAFACTORY_COLUMNS)  # videos, audios, kto_tag
     if any(value not in _LLAMAFACTORY_TAGS.get(tag, ()) for tag, value in theirs.get("tags", {}).items()):
         left_out.add(
             f"{where}.tags", "rejected", "messages must be {role, content} or {from, value} with the usual roles"

@@ -61,10 +61,7 @@ _OF_ENTRIES = {
     "conversation": "the model's own chat template is used; chat_template_path sets another",
     "drop_system_message": "remove the system messages from the rows",
     "revision": "download this revision, and set path to its folder",
-    **dict.fromkeys(
-        ("images", "videos", "audios"),
-        "files with pictures, videos or sound are not translated; write a run file, in which rows may have images",
-    ),
+    **dict.fromkeys(("videos", "audios"), "only text and images are supported; leave these rows out"),
     **dict.fromkeys(("num_samples", "shards"), _DRAWN),
     **dict.fromkeys(("roles_to_train", "train_on_eos", "train_on_eot", *_OF_TURNS), _ALL_ANSWERS),
     "size": "rows would be drawn with replacement; remove it, or set max_samples in our file",
