@@ -98,3 +98,25 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError):  # with the user's consent it runs, and is no image processor
         Vision(tmp_path, transformers.Qwen2VLConfig(), trust_remote_code=True).expand("<|image_pad|>", [picture()])
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ImportError("\nLfm2VlImageProcessor requires the Torchvision library but it was not found"), "needs torchvision; install it with pip install torchvision, in the build"),
+        (ValueError("None of these classes could be imported. Missing optional dependencies: torchvision. Please"), "needs torchvision; "),
+        (ImportError("Package `num2words` is required to run SmolVLM processor."), "needs num2words; install it with pip install num2words"),
+        (ModuleNotFoundError("No module named 'einops.layers'", name="einops.layers"), "needs einops; install it with pip install einops"),
+        (ValueError("damaged"), "(damaged); copy preprocessor_config.json and processor_config.json into it"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_named(
+    error: Exception, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(vision, "_images_only", fail)
+    with pytest.raises(ConfigError) as caught:
+        _ = Vision(tmp_path, transformers.LlavaConfig()).processor
+    assert remedy in str(caught.value)

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import shutil
 import threading
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 _FILES = ("preprocessor_config.json", "processor_config.json")  # that say how images are processed
 _FILMS = "video_preprocessor_config.json"  # read by transformers whenever it opens the whole processor
+# How transformers says that a package is missing.
+_MISSING = re.compile(
+    r"requires the (\w+) library|Package `([\w-]+)` is required|Missing optional dependencies: ([\w-]+)"
+)
 _OFFSETS = "text_replacement_offsets"
 _TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments of models for the kind of each token
 _TEXT_INPUTS = ("input_ids", "attention_mask", *_TYPES, _OFFSETS)
@@ -108,6 +113,11 @@ class Vision:
         except HorizonError:
             raise
         except Exception as error:  # the parsers of transformers raise anything
+            if package := _missing_package(error):
+                fitting = ", in the build that fits torch" if package == "torchvision" else ""
+                raise ConfigError(
+                    f"the processor of images in {self._folder} needs {package}; install it with pip install {package}{fitting}"
+                ) from error
             problem = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
             raise ConfigError(
                 f"{self._folder} has no processor of images that can be read ({problem}); copy {' and '.join(_FILES)} into it"
@@ -203,6 +213,14 @@ class Vision:
             name = next((name for name in _TYPES if name in self.processor.model_input_names), _TYPES[0])
             found[name] = torch.tensor(self.processor.create_mm_token_type_ids(input_ids.tolist())) * attention_mask
         return found
+
+
+def _missing_package(error: Exception) -> str:
+    """Return the package that is missing according to an error of transformers or of an import; empty if it is about something else."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return error.name.partition(".")[0]
+    found = _MISSING.search(str(error))
+    return "" if found is None else next(filter(None, found.groups())).lower()
 
 
 def _images_only(config: Any) -> Any:
