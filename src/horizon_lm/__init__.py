@@ -36,6 +36,7 @@ from horizon_lm.errors import (
     SummedLossWarning,
     TokenError,
     UnprovenModelWarning,
+    WholeTowerWarning,
 )
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ __all__ = [
     "SummedLossWarning",
     "TokenError",
     "UnprovenModelWarning",
+    "WholeTowerWarning",
     "__version__",
     "errors",
     "export_checkpoint",

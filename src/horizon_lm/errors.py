@@ -82,6 +82,10 @@ class UnprovenModelWarning(UserWarning):
     """A streamed model was not proven equal to plain autograd."""
 
 
+class WholeTowerWarning(UserWarning):
+    """A block of a tower computes all images of a batch at once, because it cannot be cut between them."""
+
+
 class SummedLossWarning(UserWarning):
     """Each of several ranks divides its loss by its own targets, while gradients are summed over the ranks."""
 

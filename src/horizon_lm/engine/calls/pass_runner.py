@@ -157,7 +157,7 @@ class PassRunner:
         # The rehearsal computes no block by the cursor, and saves nothing. It ends at the last block: head and loss are planned from
         # `head_peak`.
         request = ForwardRequest([largest], recording=False, order=self._orders.of_text(largest))
-        rehearsal = Rehearsal(engine, self._blocks.blocks, self._blocks.row_dims.of)
+        rehearsal = Rehearsal(engine, self._blocks.blocks, self._blocks.cut)
         answers = answers_of(engine.parts.blocks, rehearsal.answer)
         with self.planner.without_residency():
             with (

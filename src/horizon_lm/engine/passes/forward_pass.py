@@ -97,7 +97,7 @@ class ForwardPass:
         micro_batches: the parts of the batches that blocks compute at once.
         routed: blocks of whose experts only those are streamed that tokens are routed to.
         randomness: random states of the micro-batches.
-        outputs: the structure of the outputs of each computed block, for each batch.
+        outputs: the structure of the outputs of each computed block, by the number of the batch.
         anchor: the tensor that autograd nodes depend on, besides their inputs.
     """
 
@@ -113,7 +113,7 @@ class ForwardPass:
         self.micro_batches: list[MicroBatch] = []
         self.routed: frozenset[int] = frozenset()
         self.randomness = MicroBatchRandomness(engine.device, 1)
-        self.outputs: dict[int, list[RowOutputs]] = {}
+        self.outputs: dict[int, dict[int, RowOutputs]] = {}
         self.anchor: torch.Tensor | None = None
 
     def begin(self) -> None:
@@ -174,14 +174,15 @@ class ForwardPass:
         return {unit: place for place, unit in enumerate(self.order.units)}
 
     def cut(self, index: int, batches: Sequence[int]) -> BatchParts:
-        """Return the micro-batches in which a block computes these batches. A tower computes each batch at once."""
+        """Return the micro-batches in which a block computes these batches. A tower computes each batch at once, unless `TowerCuts` cuts it."""
         rows = [self.num_rows[batch] for batch in batches]
         if index in self._engine.parts.decoder_blocks:
             segments = [batch.segments for batch in self.batches]
-            return BatchParts(rows, self.micro_batches, range(len(self.micro_batches)), segments)
+            return BatchParts(batches, rows, self.micro_batches, range(len(self.micro_batches)), segments, sum(rows))
         of_batches = [part.batch for part in self.micro_batches]
         parts = [MicroBatch(number, 0, count, True) for number, count in enumerate(rows)]
-        return BatchParts(rows, parts, [of_batches.index(batch) for batch in batches], [None] * len(rows))
+        streams = [of_batches.index(batch) for batch in batches]
+        return BatchParts(batches, rows, parts, streams, [None] * len(rows), sum(rows))
 
     def absent_before(self, unit: Unit) -> list[int]:
         """Return the absent blocks that come before a unit, once."""

@@ -5,7 +5,8 @@ Shapes: B batch rows, T tokens of a row.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -19,6 +20,20 @@ from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock
 
 Rows = tuple[int, int]  # the rows [start, stop) of a batch
+
+
+class Special(Enum):
+    """A tensor whose rows are found by its values.
+
+    Attributes:
+        BORDERS: the first row of each segment, and the number of all rows, as attention in segments of different lengths takes them.
+    """
+
+    BORDERS = "borders"
+
+
+# The dimension of a tensor that has the rows, both dimensions of a mask from rows to rows, or none.
+RowDim = int | tuple[int, int] | Literal[Special.BORDERS] | None
 _OUTSIDE = 1 << 61  # the bit in which the seed of code outside of blocks differs from a micro-batch's seed
 
 
@@ -29,12 +44,14 @@ class MicroBatch(NamedTuple):
         batch: the number of the batch; each is computed by a call of the model.
         start, stop: its rows.
         is_whole: the micro-batch has all rows of the batch, so nothing is sliced.
+        dim: the dimension of the rows in the outputs of a block.
     """
 
     batch: int
     start: int
     stop: int
     is_whole: bool
+    dim: int = 0
 
     @property
     def rows(self) -> Rows:
@@ -79,16 +96,20 @@ class BatchParts(NamedTuple):
     """The micro-batches in which a block computes some batches of a pass.
 
     Attributes:
-        rows: the number of rows of each batch.
+        batches: the numbers of these batches in the pass.
+        rows: the number of rows of each batch. In a tower that is cut these are its images, or patches of images.
         parts: the micro-batches; each has the number of its batch among these batches.
         streams: for each micro-batch, the number of its random stream.
         segments: for each batch, the documents in its rows, if attention needs them.
+        num_rows: the rows of all these batches, which statistics count.
     """
 
+    batches: Sequence[int]
     rows: Sequence[int]
     parts: Sequence[MicroBatch]
     streams: Sequence[int]
     segments: Sequence[Segments | None]
+    num_rows: int
 
 
 class BlockCalls:
@@ -97,12 +118,14 @@ class BlockCalls:
     Attributes:
         calls: the call for each batch.
         cut: the micro-batches in which they are computed.
+        dims: the row dimension of each of their tensors; None for a tensor without rows, and for one whose batch has a single micro-batch.
         spans: for each call, the range of its tensors among the tensors of all calls.
         hidden: for each call, the index of its hidden states among the tensors of all calls.
     """
 
     def __init__(self, calls: Sequence[BlockCall], cut: BatchParts) -> None:
         self.calls, self.cut = calls, cut
+        self.dims: list[RowDim] = [None for call in calls for _ in call.tensors]
         self.spans = consecutive(len(call.tensors) for call in calls)
         self.hidden = [span.start + call.hidden for span, call in zip(self.spans, calls, strict=True)]
 
@@ -116,16 +139,10 @@ class BlockCalls:
         for call in self.calls:
             call.drop_tensors()
 
-    def inputs(self, tensors: Sequence[Any], dims: Sequence[int | None], part: MicroBatch) -> list[torch.Tensor]:
-        """Return the rows of a micro-batch of each tensor of its batch.
-
-        Args:
-            tensors: the tensors of all calls.
-            dims: the row dimension of each.
-            part: the micro-batch.
-        """
+    def inputs(self, tensors: Sequence[Any], part: MicroBatch) -> list[torch.Tensor]:
+        """Return the rows of a micro-batch of each tensor of its batch. ``tensors``: the tensors of all calls."""
         span = self.spans[part.batch]
-        return slice_all(tensors[span], dims[span], part.rows)
+        return slice_all(tensors[span], self.dims[span], part.rows)
 
 
 def run_block(
@@ -150,56 +167,59 @@ def run_block(
         return module.forward(*args, uncompiled=uncompiled, unread=unread, **kwargs), captured
 
 
-def slice_rows(tensor: torch.Tensor, dim: int | None, rows: Rows) -> torch.Tensor:
-    """Return these rows of a tensor, or the whole tensor if it has no row dimension."""
+def slice_rows(tensor: torch.Tensor, dim: RowDim, rows: Rows) -> torch.Tensor:
+    """Return these rows of a tensor, or the whole tensor if it has no row dimension. Borders are counted from the first of these rows."""
     start, stop = rows
-    return tensor if dim is None else tensor.narrow(dim, start, stop - start)
+    if dim is Special.BORDERS:
+        return tensor[(tensor >= start) & (tensor <= stop)] - start
+    for each in () if dim is None else (dim,) if isinstance(dim, int) else dim:
+        tensor = tensor.narrow(each, start, stop - start)
+    return tensor
 
 
-def slice_all(tensors: Iterable[torch.Tensor], dims: Iterable[int | None], rows: Rows) -> list[torch.Tensor]:
+def slice_all(tensors: Iterable[torch.Tensor], dims: Iterable[RowDim], rows: Rows) -> list[torch.Tensor]:
     """Return these rows of each tensor."""
     return [slice_rows(tensor, dim, rows) for tensor, dim in zip(tensors, dims, strict=True)]
 
 
-def rows_of_output(whole: torch.Tensor, output: torch.Tensor, rows: Rows) -> torch.Tensor:
+def rows_of_output(whole: torch.Tensor, output: torch.Tensor, part: MicroBatch) -> torch.Tensor:
     """Return the part of a batch's output that belongs to a micro-batch.
 
-    Dimension 0 of an output has one or several entries for each row: B * T in the output (B * T, experts) of a router.
+    The row dimension of an output has one or several entries for each row: B * T in the output (B * T, experts) of a router.
 
     Args:
         whole: the output of the whole batch, or its gradient.
         output: the output of the micro-batch, whose length says how many entries a row has.
-        rows: the micro-batch.
+        part: the micro-batch.
     """
     if whole.shape == output.shape:  # the micro-batch is the whole batch, and the output may be a scalar
         return whole
-    start, stop = rows
-    entries_per_row = output.shape[0] // (stop - start)
-    return slice_rows(whole, 0, (start * entries_per_row, stop * entries_per_row))
+    entries_per_row = output.shape[part.dim] // (part.stop - part.start)
+    return slice_rows(whole, part.dim, (part.start * entries_per_row, part.stop * entries_per_row))
 
 
 class RowOutputs:
     """The outputs of a block for the whole batch, merged from those of the micro-batches.
 
-    Dimension 0 is the rows, with one or several entries per row: (B, T, H), or (B * T, experts) for a router.
+    Their row dimension has one or several entries per row: (B, T, H), or (B * T, experts) for a router.
 
     Attributes:
         tensors: the tensors of the output; empty before the first micro-batch and after `release`.
     """
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
+        self._num_rows, self._dim = num_rows, 0
         self._tree: Tree | None = None  # the structure of the first micro-batch's output
         # Of the whole batch's tensors, for `zeros` after their release.
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self.tensors: list[torch.Tensor] = []
 
-    def add(self, rows: Rows, output: Tree) -> None:
+    def add(self, part: MicroBatch, output: Tree) -> None:
         """Add the output of a micro-batch. Its tensors are dropped from the tree."""
-        start, stop = rows
+        start, stop = part.rows
         is_whole = stop - start == self._num_rows  # the only micro-batch: nothing is copied
         if self._tree is None:
-            self._tree = output
+            self._tree, self._dim = output, part.dim
             self.tensors = output.tensors if is_whole else [self._empty_whole(t, stop - start) for t in output.tensors]
             # Now, because `release` leaves no tensors.
             self._like = [(t.shape, t.dtype, t.device) for t in self.tensors]
@@ -211,18 +231,23 @@ class RowOutputs:
     def _copy_rows(self, start: int, stop: int, tensors: list[torch.Tensor]) -> None:
         """Copy the output of the rows [start, stop) into the whole."""
         for whole, part in zip(self.tensors, tensors, strict=True):
-            per_row = part.shape[0] // (stop - start)
+            per_row = part.shape[self._dim] // (stop - start)
             # Copied part by part, not concatenated at the end, when all parts and the whole would exist at once.
-            whole[start * per_row : stop * per_row] = part
+            slice_rows(whole, self._dim, (start * per_row, stop * per_row)).copy_(part)
 
     def _empty_whole(self, part: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Return an empty tensor for the whole batch, shaped like the part from ``num_rows`` rows. Reject a part without rows."""
-        if part.ndim == 0 or part.shape[0] % num_rows:
+        if part.ndim <= self._dim or part.shape[self._dim] % num_rows:
             raise ModelNotSupportedError(
                 f"a block's output of shape {tuple(part.shape)} does not follow the rows of the batch, so it cannot be "
                 f"put together from micro-batches; {WHOLE_BATCHES}"
             )
-        return part.new_empty((part.shape[0] // num_rows * self._num_rows, *part.shape[1:]))
+        return part.new_empty(self._resized(part.shape, num_rows, self._num_rows))
+
+    def _resized(self, shape: Sequence[int], num_rows: int, new_rows: int) -> list[int]:
+        """Return the shape of an output for ``num_rows`` rows, for another number of rows."""
+        size = shape[self._dim] // num_rows * new_rows
+        return [*shape[: self._dim], size, *shape[self._dim + 1 :]]
 
     @property
     def num_tensors(self) -> int:
@@ -233,11 +258,16 @@ class RowOutputs:
         """Release the tensors and keep only the structure."""
         self.tensors = []
 
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of the batch."""
+        return self._num_rows
+
     def zeros(self, num_rows: int) -> Any:
         """Return zeros in the structure of a block's output for another number of rows, without the outputs captured inside of it."""
         zeros = []
         for shape, dtype, device in self._like:
-            size = (shape[0] // self._num_rows * num_rows, *shape[1:]) if shape else ()
+            size = self._resized(shape, self._num_rows, num_rows) if shape else ()
             zeros.append(torch.zeros(size, dtype=dtype, device=device))
         output, _ = self.rebuild(zeros)  # the second part of what `run_block` returns is captured
         return output

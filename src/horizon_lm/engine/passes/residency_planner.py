@@ -216,13 +216,16 @@ class Rehearsal:
     Args:
         engine: the model's engine.
         blocks: the model's blocks.
-        row_dims: function that returns the row dimensions of a block's inputs.
+        cut: function that returns the calls of a block, with their micro-batches (`BlockComputation.cut`).
     """
 
     def __init__(
-        self, engine: Engine, blocks: Sequence[StreamedBlock], row_dims: Callable[[int, BlockCalls], list[int | None]]
+        self,
+        engine: Engine,
+        blocks: Sequence[StreamedBlock],
+        cut: Callable[[int, Sequence[BlockCall], Sequence[int]], BlockCalls],
     ) -> None:
-        self._engine, self._blocks, self._row_dims = engine, blocks, row_dims
+        self._engine, self._blocks, self._cut = engine, blocks, cut
         self._structures = [structure_key(each.module) for each in blocks]
         self._measured: dict[Any, RowOutputs] = {}  # structures of outputs, by structure of the block
         self._footprints: dict[Any, Footprint] = {}  # by structure of the block
@@ -238,19 +241,20 @@ class Rehearsal:
         if index == len(self._blocks) - 1:
             raise TrialDoneError
         forward, like = self._engine.forward, self._measured[structure]
-        forward.outputs[index] = [like]
-        return like.zeros(*forward.num_rows)
+        forward.outputs[index] = {0: like}
+        return like.zeros(like.num_rows)
 
     def _measure(self, index: int, call: BlockCall) -> RowOutputs:
-        """Measure a block on the first micro-batch, which is the largest. Return the structure of its output for the whole batch."""
-        calls = BlockCalls([call], self._engine.forward.cut(index, [0]))
-        (count,), (part, *_), (segments,) = calls.cut.rows, calls.cut.parts, calls.cut.segments
-        inputs = calls.inputs(call.tensors, self._row_dims(index, calls), part)
+        """Measure a block on the largest micro-batch. Return the structure of its output for the whole batch."""
+        calls = self._cut(index, [call], [0])
+        (count,), (segments,) = calls.cut.rows, calls.cut.segments
+        part = max(calls.cut.parts, key=lambda each: each.stop - each.start)
+        inputs = calls.inputs(call.tensors, part)
         with attending(segments, *part.rows), capture.capture(()):
             footprint, output = find_footprint(self._engine, index, self._blocks[index], *call.rebuild(inputs))
         self._footprints[self._structures[index]] = footprint
         outputs = RowOutputs(count)
-        outputs.add(part.rows, Tree((output, {})))  # one part is enough for the shapes of all rows; nothing is captured
+        outputs.add(part, Tree((output, {})))  # one part is enough for the shapes of all rows; nothing is captured
         outputs.release()  # `zeros` needs its shapes and dtypes alone
         return outputs
 

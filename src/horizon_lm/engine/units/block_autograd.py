@@ -67,7 +67,6 @@ class BlockAutograd(UnitNode):
         context: autocast, attention kernels and context variables of the forward pass.
         mode: train or eval mode of each module in the block, and their hooks.
         saved: random states and graphs saved by the forward pass.
-        dims: the row dimension of each input; None for an input without rows.
         attributes: the modules' attributes during the forward pass.
         outputs: the outputs of all micro-batches, by batch.
         hidden: shape and dtype of the hidden states of each batch, with the dimensions in the order of their memory.
@@ -80,7 +79,6 @@ class BlockAutograd(UnitNode):
     forward_state: ForwardState  # as there is always a backward pass
     saved: SavedForBackward
     outputs: list[RowOutputs]
-    dims: list[int | None]
     attributes: list[dict[str, Any]]
     hidden: list[tuple[torch.Size, torch.dtype]]
     orders: list[tuple[int, ...]]
@@ -110,7 +108,6 @@ class BlockAutograd(UnitNode):
         blocks = self.blocks
         self.saved = SavedForBackward(blocks.engine, self.index, self.forward_state, needs_grad, self.hooked)
         self.outputs = blocks.compute_forward(self.index, self.calls, self.keys, self.uncompiled, self.saved)
-        self.dims = blocks.row_dims.of(self.index, self.calls)
         self.attributes = self.module.attributes()
         tensors = tuple(tensor for outputs in self.outputs for tensor in outputs.tensors)
         if self.comparison is not None:
@@ -158,7 +155,7 @@ class BlockAutograd(UnitNode):
             self.comparison.compare_block(self, self.true_inputs, grads, input_grads)
         # A kept graph was not computed again.
         if self.saved.graph_use is not GraphUse.KEPT:
-            engine.counts["block_forward_rows"] += sum(self.num_rows)
+            engine.counts["block_forward_rows"] += self.calls.cut.num_rows
         return input_grads
 
     def _round_sums(self, names: list[str]) -> None:
@@ -214,7 +211,7 @@ class BlockAutograd(UnitNode):
         with self.module.bound(sink.leaves(self.blocks.weights(self.index))):
             for number in range(len(self.micro_batches)):
                 graph = saved.take_graph(number) if saved.graphs else self._graph_of(number, inputs, experts)
-                self._differentiate(number, graph, inputs, grads, input_grads)
+                self.differentiate_part(number, graph, inputs, grads, input_grads)
                 del graph  # freed before the next micro-batch makes its graph
         names = sink.close()
         return input_grads, names if experts is None else self._in_slab_order({*names, *experts.written})
@@ -268,7 +265,7 @@ class BlockAutograd(UnitNode):
         micro_batch = self.micro_batches[number]
         batch = micro_batch.batch
         call, span, segments = self.calls.calls[batch], self.calls.spans[batch], self.segments[batch]
-        leaves = self.saved.input_leaves(self.calls.inputs(inputs, self.dims, micro_batch), span)
+        leaves = self.saved.input_leaves(self.calls.inputs(inputs, micro_batch), span)
         # Only the graph is needed, unless the outputs are compared, or hooks of other code look at what is computed.
         unread = self.expected is None and not self.hooked
 
@@ -304,12 +301,12 @@ class BlockAutograd(UnitNode):
         """Return the outputs of a micro-batch that a loss depends on, with their gradients."""
         micro_batch = self.micro_batches[number]
         return [
-            (output, rows_of_output(grad, output, micro_batch.rows))
+            (output, rows_of_output(grad, output, micro_batch))
             for output, grad in zip(graph.outputs, self.entries_of_batch(grads, micro_batch), strict=True)
             if grad is not None and output.requires_grad
         ]
 
-    def _differentiate(
+    def differentiate_part(
         self, number: int, graph: Graph, inputs: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None],
         input_grads: list[torch.Tensor | None],
     ) -> None:  # fmt: skip
@@ -336,14 +333,14 @@ class BlockAutograd(UnitNode):
                 assert whole is not None  # offloaded hidden states are back in their place
                 total = input_grads[i] = torch.zeros_like(whole)
             # An input without rows (dim None) is shared by all micro-batches: their gradients are summed.
-            slice_rows(total, self.dims[i], micro_batch.rows).add_(leaf.grad)
+            slice_rows(total, self.calls.dims[i], micro_batch.rows).add_(leaf.grad)
 
     def _require_equal(
         self, outputs: list[torch.Tensor], expected: list[torch.Tensor], micro_batch: MicroBatch
     ) -> None:
         """Raise RecomputeMismatchError if recomputed outputs differ in any bit from the outputs of the forward pass."""
         for output, whole in zip(outputs, self.entries_of_batch(expected, micro_batch), strict=True):
-            before = rows_of_output(whole, output, micro_batch.rows)
+            before = rows_of_output(whole, output, micro_batch)
             if not torch.equal(output, before):
                 difference = (output.float() - before.float()).abs().max().item()
                 raise RecomputeMismatchError(

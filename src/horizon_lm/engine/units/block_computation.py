@@ -21,12 +21,13 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.left_state import rejecting_state
 from horizon_lm.engine.passes.lockstep import run_together
-from horizon_lm.engine.passes.micro_batches import BlockCalls, MicroBatch, RowOutputs, run_block
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, MicroBatch, RowOutputs, run_block
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.engine.units.row_dims import RowDims
 from horizon_lm.engine.units.saved_for_backward import SavedForBackward
 from horizon_lm.engine.units.tiled_computation import TiledExperts
+from horizon_lm.engine.units.tower_cuts import TowerCuts
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.block_template import BuffersOfModules, StreamedBlock
 from horizon_lm.model.compiling import chunk_mlps
@@ -44,7 +45,8 @@ class BlockComputation:
 
     Attributes:
         blocks: the blocks, which compute with weights on the device.
-        row_dims: the row dimensions of their inputs.
+        row_dims: the row dimensions of the inputs of the decoder's blocks.
+        tower_cuts: the micro-batches of towers.
     """
 
     def __init__(self, engine: Engine, call_model: Callable[..., Any]) -> None:
@@ -70,8 +72,24 @@ class BlockComputation:
             )
             for index, module in enumerate(parts.blocks)
         ]
-        self.row_dims = RowDims(engine, call_model)
+        self.row_dims, self.tower_cuts = RowDims(engine, call_model), TowerCuts(engine, call_model, self.blocks)
         self._scalars: dict[torch.dtype, torch.Tensor] = {}
+
+    def cut(self, index: int, calls: Sequence[BlockCall], batches: Sequence[int], is_whole: bool = False) -> BlockCalls:
+        """Return the calls of a block, with the micro-batches in which it computes them.
+
+        Args:
+            index: the block's index.
+            calls: its arguments for some batches of the pass.
+            batches: the numbers of these batches.
+            is_whole: compute all images of a batch at once in a tower.
+        """
+        joined = BlockCalls(calls, self.engine.forward.cut(index, batches))
+        if index in self.engine.parts.decoder_blocks:
+            joined.dims = self.row_dims.of(index, joined)
+        elif not is_whole:
+            self.tower_cuts.cut(index, joined)
+        return joined
 
     def compute_forward(
         self, index: int, calls: BlockCalls, keys: tuple[str, ...], uncompiled: bool,
@@ -87,7 +105,6 @@ class BlockComputation:
             saved: saves what the backward pass needs; None if there is no backward pass.
         """
         engine, module = self.engine, self.blocks[index]
-        dims = self.row_dims.of(index, calls)
         outputs = [RowOutputs(count) for count in calls.cut.rows]
         offload = saved is not None and engine.layout.is_offloaded(index)
         # Before the computation: the offload is issued as soon as it ends, and its copy must be known by then.
@@ -97,8 +114,8 @@ class BlockComputation:
             offload = bool(calls.calls)
         experts: list[ExpertCall] = [] if saved is None else saved.experts  # filled by `TiledExperts`
         run = _BlockRun(
-            engine=engine, module=module, calls=calls, dims=dims, keys=keys, uncompiled=uncompiled, saved=saved, outputs=outputs
-        )  # fmt: skip
+            engine=engine, module=module, calls=calls, keys=keys, uncompiled=uncompiled, saved=saved, outputs=outputs
+        )
 
         in_tiles = engine.tiles.is_cut(index) or index in engine.forward.routed
         with (
@@ -123,8 +140,8 @@ class BlockComputation:
             # Resident weights are read again, in the backward pass and by later passes until an update.
             if not engine.layout.is_resident(index):
                 engine.poison_weights(block(index))
-        engine.counts["block_forward_rows"] += sum(calls.cut.rows)
-        engine.forward.outputs[index] = outputs
+        engine.counts["block_forward_rows"] += calls.cut.num_rows
+        engine.forward.outputs[index] = dict(zip(calls.cut.batches, outputs, strict=True))
         return outputs
 
     def without_memory(self, like: torch.Tensor) -> torch.Tensor:
@@ -192,14 +209,12 @@ class _BlockRun:
     Attributes:
         engine, module: the model's engine, and the block.
         calls, keys, uncompiled, saved: as in `BlockComputation.compute_forward`.
-        dims: the row dimension of each input; None for an input without rows.
         outputs: receive the outputs of each batch.
     """
 
     engine: Engine
     module: StreamedBlock
     calls: BlockCalls
-    dims: Sequence[int | None]
     keys: tuple[str, ...]
     uncompiled: bool
     saved: SavedForBackward | None
@@ -219,7 +234,7 @@ class _BlockRun:
     def _compute(self, stream: int, part: MicroBatch) -> None:
         """Compute a micro-batch, save what its backward pass needs, and add its outputs to those of its batch."""
         call, saved = self.calls.calls[part.batch], self.saved
-        inputs = self.calls.inputs(self.calls.tensors, self.dims, part)
+        inputs = self.calls.inputs(self.calls.tensors, part)
         if saved is not None:
             inputs = saved.inputs(inputs, self.calls.spans[part.batch])
         args, kwargs = call.rebuild(inputs)
@@ -228,7 +243,7 @@ class _BlockRun:
             tree = Tree(run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled))
         if saved is not None:
             tree.tensors = saved.save(rng_state, inputs, tree.tensors)
-        self.outputs[part.batch].add(part.rows, tree)
+        self.outputs[part.batch].add(part, tree)
 
     @contextmanager
     def _repeatable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:

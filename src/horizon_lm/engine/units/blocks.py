@@ -14,7 +14,7 @@ from horizon_lm.common.units import block
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.lockstep import batched_call, caller_number
-from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
+from horizon_lm.engine.passes.micro_batches import BlockCall, RowOutputs
 from horizon_lm.engine.units.absent import compute_absent
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.block_computation import BlockComputation
@@ -69,7 +69,8 @@ class Blocks(BlockComputation):
             )
         (keys,) = different_keys
         compute_absent(self, block(index))
-        joined = BlockCalls([call for _, call, _ in calls], forward.cut(index, [batch for batch, _, _ in calls]))
+        # What is captured inside a tower's block may have another layout than its output, so such a call is not cut.
+        joined = self.cut(index, [call for _, call, _ in calls], [batch for batch, _, _ in calls], is_whole=bool(keys))
         hooked = self.blocks[index].is_hooked()
         # Compiled code would not call hooks inside a block. A cache identifies each block by its number, so compiled
         # code could not be shared between blocks.

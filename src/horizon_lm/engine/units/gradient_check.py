@@ -126,7 +126,7 @@ class GradientCheck:
                 torch.enable_grad(), no_autocast_cache(), node.module.bound(params), node.module.in_mode(node.mode),
                 engine.device.rng_state_restored(node.saved.rng_states[number]), plain_kernels(),
             ):  # fmt: skip
-                args, kwargs = node.calls.calls[part.batch].rebuild(node.calls.inputs(leaves, node.dims, part))
+                args, kwargs = node.calls.calls[part.batch].rebuild(node.calls.inputs(leaves, part))
                 before = engine.device.rng_state()
                 segments = node.segments[part.batch]
                 with rejecting_state(node.module.name, args, kwargs):
@@ -135,7 +135,7 @@ class GradientCheck:
                 if len(parts) < len(node.micro_batches) and not same_rng_state(before, engine.device.rng_state()):
                     raise _DrawsNumbersError
             pairs = [
-                (t, rows_of_output(g, t, part.rows).to(t.dtype))
+                (t, rows_of_output(g, t, part).to(t.dtype))
                 for t, g in zip(Tree(output).tensors, node.entries_of_batch(grads, part), strict=True)
                 if g is not None and t.requires_grad
             ]

@@ -13,7 +13,7 @@ import torch
 
 from horizon_lm.common.streaming_options import WHOLE_BATCHES
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, cut_batches
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowDim, cut_batches
 from horizon_lm.engine.passes.tree import Path, Tree
 from horizon_lm.errors import HorizonError, ModelNotSupportedError
 from horizon_lm.model.trial import TrialDoneError, answering, answers_of
@@ -34,10 +34,10 @@ class RowDims:
         self._engine, self._call_model = engine, call_model
         self._known: dict[tuple[Any, Path], int | None] = {}  # by the kind of call, and the path of the input
 
-    def of(self, index: int, calls: BlockCalls) -> list[int | None]:
+    def of(self, index: int, calls: BlockCalls) -> list[RowDim]:
         """Return the row dimension of each tensor input of a block; None if it has none, or if its batch has a single micro-batch."""
         cut = cut_batches(calls.cut.parts)
-        dims: list[int | None] = []
+        dims: list[RowDim] = []
         for batch, call in enumerate(calls.calls):
             dims += self._of_batch(index, batch, call) if batch in cut else [None] * len(call.paths)
         return dims
@@ -82,10 +82,8 @@ class RowDims:
         return dims
 
     def _larger_shapes(self, index: int, batch: int) -> dict[str, torch.Size]:
-        """Run the model's outer code on a batch of the pass with one more row. Return the shapes of the inputs that it gives to a block, by
-        their places among its arguments.
-        """
-        engine, forward, parts = self._engine, self._engine.forward, self._engine.parts
+        """Return the shapes of the inputs of a block for a batch of the pass with one more row, by their places among its arguments."""
+        forward = self._engine.forward
         # Without images, of which the new row would need its own: blocks get inputs of the same shapes for the tokens that stand for them.
         left_out = forward.batches[batch].modal
         given = {name: value for name, value in forward.batches[batch].call.items() if name not in left_out}
@@ -94,27 +92,45 @@ class RowDims:
         rows, arguments = forward.num_rows[batch], Tree(given)
         pairs = zip(arguments.paths, arguments.tensors, strict=True)
         call = arguments.rebuild([_repeat_first_row(path, tensor, rows) for (path, _), tensor in pairs])
-        shapes: dict[str, torch.Size] = {}
+        outputs = forward.outputs
+        return shapes_at(
+            self._engine, self._call_model, index, call, lambda reached: outputs[reached][batch].zeros(rows + 1)
+        )
 
-        def answer(reached: int, *args: Any, **kwargs: Any) -> Any:
-            """Return zeros for an earlier block. At the block itself, take the shapes of its inputs, and end the trial."""
-            if reached == index:
-                found = BlockCall(args, kwargs)
-                shapes.update((path, each.shape) for (path, _), each in zip(found.paths, found.tensors, strict=True))
-                raise TrialDoneError
-            return forward.outputs[reached][batch].zeros(rows + 1)
 
-        def embed(ids: torch.Tensor) -> torch.Tensor:
-            """Return zeros for the hidden states (B, T, H) of ids (B, T)."""
-            size = (*ids.shape, parts.hidden)
-            return torch.zeros(size, dtype=engine.options.compute_dtype, device=engine.device.torch_device)
+def shapes_at(
+    engine: Engine, call_model: Callable[..., Any], index: int, call: dict[str, Any], output: Callable[[int], Any]
+) -> dict[str, torch.Size]:
+    """Run the model's outer code as far as a block. Return the shapes of the block's inputs, by their places among its arguments.
 
-        answers = answers_of(parts.blocks, answer) | {parts.embed: embed}
-        # The trial must not draw the numbers of the pass that it interrupts.
-        with engine.device.rng_state_restored(), answering(answers), torch.no_grad():
-            self._call_model(**call)  # whose end, by TrialDoneError, is the end of this context
-            raise AssertionError(f"block {index} was not reached")
-        return shapes
+    Args:
+        engine: the engine of the model, in a pass.
+        call_model: the model's own forward method.
+        index: the block's index.
+        call: the arguments of the model.
+        output: function that returns an output in place of that of an earlier block.
+    """
+    parts, shapes = engine.parts, dict[str, torch.Size]()
+
+    def answer(reached: int, *args: Any, **kwargs: Any) -> Any:
+        """Answer the call of an earlier block. At the block itself, take the shapes of its inputs, and end the trial."""
+        if reached == index:
+            found = BlockCall(args, kwargs)
+            shapes.update((path, each.shape) for (path, _), each in zip(found.paths, found.tensors, strict=True))
+            raise TrialDoneError
+        return output(reached)
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        """Return zeros for the hidden states (B, T, H) of ids (B, T)."""
+        size = (*ids.shape, parts.hidden)
+        return torch.zeros(size, dtype=engine.options.compute_dtype, device=engine.device.torch_device)
+
+    answers = answers_of(parts.blocks, answer) | {parts.embed: embed}
+    # The trial must not draw the numbers of the pass that it interrupts.
+    with engine.device.rng_state_restored(), answering(answers), torch.no_grad():
+        call_model(**call)  # whose end, by TrialDoneError, is the end of this context
+        raise AssertionError(f"block {index} was not reached")
+    return shapes
 
 
 _MARKS = ("token_type_ids", "mm_token_type_ids")

@@ -118,11 +118,19 @@ class TowerBlock(BlockAutograd):
             of_outputs[place] = of_next if of_others is None else of_others if of_next is None else of_next + of_others
         return super().backward(of_outputs, kept)
 
-    def _differentiate(
+    def differentiate_part(
         self, number: int, graph: Graph, inputs: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None],
         input_grads: list[torch.Tensor | None],
     ) -> None:  # fmt: skip
-        """Differentiate one batch, as the base does. The sums of its inputs' gradients begin with those of their other uses."""
+        """Differentiate one micro-batch, as the base does, and add the gradients of other uses of its inputs. The sums of the gradients of
+        a whole batch begin with these.
+        """
+        if not self.micro_batches[number].is_whole:
+            super().differentiate_part(number, graph, inputs, grads, input_grads)
+            for i in range(*self.calls.spans[self.micro_batches[number].batch].indices(len(inputs))):
+                if i in self._inputs and (of_others := self._inputs[i].take()) is not None:  # once in a batch
+                    input_grads[i] = of_others if (total := input_grads[i]) is None else total.add_(of_others)
+            return
         pairs = self.outputs_and_grads(number, graph, grads)
         found: dict[int, torch.Tensor] = {}
         for i, leaf in enumerate(graph.leaves, self.calls.spans[self.micro_batches[number].batch].start):
