@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from horizon_lm.runs.data.vision import Vision
 from tests.e2e.command import run
+from tests.support import image_models
+from tests.support.image_models import picture
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of lm-eval and its imports
 
@@ -147,3 +152,45 @@ def test_example_task(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     assert result.exit_code == 0, result.stderr
     assert "tarrow" in result.stdout
+
+
+IMAGES = """
+task: seen
+dataset_path: parquet
+dataset_kwargs: {data_files: {test: rows.parquet}}
+test_split: test
+output_type: generate_until
+doc_to_image: [picture]
+doc_to_text: "<image>{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["."], max_gen_toks: 5}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+def test_tasks_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    """The answers that plain transformers gives about the pictures are expected, so that each one counts; a model of text is rejected."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    llava = image_models.save_llava(tmp_path / "llava")
+    plain = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float32)
+    processor = Vision(llava, plain.config).processor
+    rows: dict[str, list[Any]] = {"question": [], "picture": [], "answer": []}
+    for number in range(4):
+        content = [{"type": "image"}, {"type": "text", "text": f"What is {number}?"}]
+        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        inputs = processor(text=text, images=[picture(number)], return_tensors="pt")
+        tokens = plain.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        rows["question"].append(f"What is {number}?")
+        rows["picture"].append(picture(number))
+        rows["answer"].append(processor.tokenizer.decode(tokens).split(".")[0])
+    features = Features(question=Value("string"), picture=ImageFeature(), answer=Value("string"))
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "seen.yaml").write_text(IMAGES)
+    output = tmp_path / "results.json"
+    options = ("--apply-chat-template", "--precision", "float32", "--device", "cpu", "--batch-size", 1)
+    result = run("eval", llava, "--tasks", tmp_path / "seen.yaml", *options, "--output", output)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(output.read_text())["results"]["seen"]["exact_match,none"] == 1.0
+    result = run("eval", model, "--tasks", tmp_path / "seen.yaml", *options)
+    assert result.exit_code == 2
+    assert "seen" in result.stderr

@@ -62,21 +62,36 @@ def require_template(tokenizer: Any) -> None:
 
 def evaluate_model(
     model: Any, tokenizer: Any, tasks: list[Any], num_fewshot: int | None, limit: int | None, batch_size: int,
-    apply_chat_template: bool,
+    apply_chat_template: bool, processor: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run tasks on a streamed model, and return all results, as lm-eval does.
+
+    Args:
+        model, tokenizer, tasks: what is run.
+        num_fewshot, limit, batch_size, apply_chat_template: the options of the command.
+        processor: the processor of images, for tasks that have some; None for others.
 
     Raises:
         ConfigError: lm-eval rejects the settings.
     """
     from lm_eval import simple_evaluate
+    from lm_eval.models.hf_vlms import HFMultimodalLM
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     from horizon_lm.engine.streamed import engine_of
 
+    class WithImages(HFMultimodalLM):  # type: ignore[misc]
+        """lm-eval's model of images and text, which would open the processor with its parts for films."""
+
+        def _create_tokenizer(self, *_: Any, **__: Any) -> None:
+            self.processor, self.tokenizer = processor, processor.tokenizer
+
     with _quiet():
-        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        if processor is None:
+            harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        else:
+            harness = WithImages(model, batch_size=batch_size, convert_img_format=True)
         # lm-eval would use the device of the weights, which is the host; logits are computed on the engine's device.
         harness._device = engine_of(model).device.torch_device
         try:
@@ -87,7 +102,7 @@ def evaluate_model(
                 task_manager=TaskManager(include_defaults=False),
             )  # fmt: skip
         # For example, more few-shot examples than rows, or an answer as long as the model's context.
-        except (ValueError, AssertionError) as error:
+        except (ValueError, AssertionError, NotImplementedError) as error:
             raise ConfigError(f"lm-eval rejects the settings: {first_line(error)}") from error
     assert results is not None
     return dict(results)
@@ -149,8 +164,13 @@ def eval(
     )
     if apply_chat_template:
         require_template(tokenizer)
+    has_images = any(getattr(task, "MULTIMODAL", False) for task in loaded)
+    vision = common.vision_of(request) if has_images else None
+    processor = None if vision is None else vision.processor
     streamed = open_model(request).eval()
-    results = evaluate_model(streamed, tokenizer, loaded, num_fewshot, limit, batch_size, apply_chat_template)
+    results = evaluate_model(
+        streamed, tokenizer, loaded, num_fewshot, limit, batch_size, apply_chat_template, processor
+    )
     from lm_eval.utils import make_table
 
     print(visible(make_table(results)))

@@ -53,19 +53,12 @@ def generate(
 
 def _with_images(request: Any, tokenizer: Any, text: str, images: list[str], system: str | None) -> Any:
     """Return the inputs of a prompt with images; raise ConfigError if the model does not read images."""
-    from horizon_lm.engine.opening.model_opening import find_folder
-    from horizon_lm.model.hf_config import load_config
-    from horizon_lm.model.source import ModelSource
-    from horizon_lm.runs.data.vision import Vision, takes_images
     from horizon_lm.runs.training.image_prompts import prompt_with_images
 
-    trusts = request.trust_remote_code
-    if request.gguf_file is None:
-        _, folder = find_folder(request)  # of the base, if the model is a folder of adapters
-        config = load_config(folder, trusts)
-        if takes_images(ModelSource(config, str(folder), folder, trust_remote_code=trusts).skeleton()):
-            return prompt_with_images(tokenizer, Vision(folder, config, trust_remote_code=trusts), text, images, system)
-    raise ConfigError(f"--image: {request.name} reads only text; remove it, or name a model of images and text")
+    vision = common.vision_of(request)
+    if vision is None:
+        raise ConfigError(f"--image: {request.name} reads only text; remove it, or name a model of images and text")
+    return prompt_with_images(tokenizer, vision, text, images, system)
 
 
 def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temperature: float, seed: int) -> None:

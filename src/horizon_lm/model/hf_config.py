@@ -89,11 +89,10 @@ def auto_class(model_class: Any, config: Any = None) -> Any:
 
     if model_class is None:
         return AutoModelForImageTextToText if _reads_images(config) else AutoModelForCausalLM
-    known = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification)
-    if model_class not in known:
+    if model_class not in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification):
         raise ConfigError(
-            f"model_class is {getattr(model_class, '__name__', model_class)}; use {', '.join(each.__name__ for each in known[:-1])} or "
-            f"{known[-1].__name__}, or load the model with transformers and stream() it"
+            f"model_class is {getattr(model_class, '__name__', model_class)}; use AutoModelForCausalLM, AutoModelForImageTextToText or "
+            "AutoModelForSequenceClassification, or load the model with transformers and stream() it"
         )
     return model_class
 
@@ -114,7 +113,8 @@ def _reads_images(config: Any) -> bool:
     )
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return False
-    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+    with_tower: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    name = with_tower.__name__
     return not causal or (name in _architectures(config) and is_proven(config.model_type, name))
 
 
