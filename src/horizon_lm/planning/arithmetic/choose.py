@@ -162,7 +162,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
         return requested, _describe_residency(requested, num_blocks, "device memory is host memory")
     # The ring for offloading activation checkpoints is counted among the buffers, although it is not needed if all checkpoints stay.
     buffers = sum(buffer_bytes(step.tiled, step.buffer_table, step.buffer_settings()).values())
-    left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
+    left = max(0, room - buffers - step.outline.shared.at(step.settings.rows) - step.image_bytes)
     why = f"{format_bytes(left)} of device memory available"
     needed, weights = step_activations(step), weights_of_blocks(step)
     if request.resident_blocks is not None or request.resident_graphs is not None:  # only the checkpoints are open

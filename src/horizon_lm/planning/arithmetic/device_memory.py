@@ -129,14 +129,14 @@ def step_activations(step: Step) -> ActivationMemory:
 def device_use(step: Step) -> DeviceUse:
     """Return the device memory of a step in bytes."""
     residency = step.settings.residency
-    checkpoints, images = sum(map(step.boundary_of, step.staying)), step.outline.images
+    checkpoints = sum(map(step.boundary_of, step.staying))
     in_training = step_activations(step).step_peak(residency.boundaries, residency.graphs)
     in_update = max((orthogonalizing_bytes(step.outline.layout.matrices_of(u)) for u in step.orthogonalized), default=0)
     most = max([in_training, in_update, *(_evaluation_peak(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
         buffers=buffer_bytes(step.tiled, step.buffer_table, step.buffer_settings()),
         checkpoints=checkpoints, activations=most - checkpoints, shared=step.outline.shared.at(step.settings.rows),
-        images=0 if images is None else images.held.at(step.settings.rows),
+        images=step.image_bytes,
     )  # fmt: skip
 
 

@@ -134,6 +134,12 @@ class BlockKind:
     casts: Work = Work()
     hidden: Linear[int] | None = None
 
+    @classmethod
+    def idle(cls, indices: Sequence[int]) -> Self:
+        """Return blocks that cost nothing."""
+        nothing, no_work = Linear(0, 0), Linear(Work(), Work())
+        return cls(indices, Linear(Footprint(0, 0), Footprint(0, 0)), nothing, no_work, no_work, no_work)
+
     def footprint_with(self, rows: int, tile: int | None) -> Footprint:
         """Return the footprint of one of these blocks.
 

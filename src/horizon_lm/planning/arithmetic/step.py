@@ -100,6 +100,12 @@ class Step:
         """Return the bytes that a block keeps for the backward pass: its input and, with tiles, as many of what its experts return."""
         return self.hidden_of(index) * (1 if self.is_of_tower(index) else self.tiled.kept_each)
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that the code around the blocks of towers keeps throughout the step, pixels among them."""
+        images = self.outline.images
+        return 0 if images is None else images.held.at(self.settings.rows)
+
     def is_of_tower(self, index: int) -> bool:
         """Return whether a block is one of a tower."""
         return index < self.outline.layout.num_tower_blocks

@@ -104,7 +104,7 @@ def image_costs(
         note=images.note,
     )  # fmt: skip
     differentiated = [index for index in first.differentiated if index >= decoder]
-    return costs, [*kinds, *([_idle(idle)] if idle else [])], min(differentiated, default=parts.num_blocks)
+    return costs, [*kinds, *([BlockKind.idle(idle)] if idle else [])], min(differentiated, default=parts.num_blocks)
 
 
 def _run(parts: ModelParts, call: Call, dtype: torch.dtype, copies: dict[Any, nn.Module]) -> _Run:
@@ -218,12 +218,6 @@ def _kind(
 def _beside(run: BlockRun, num_bytes: int) -> Footprint:
     """Return the footprint of a block, beside which there are other bytes."""
     return Footprint(run.footprint.graph, run.footprint.peak + num_bytes)
-
-
-def _idle(indices: Sequence[int]) -> BlockKind:
-    """Return blocks that cost nothing."""
-    nothing, no_work = Linear(0, 0), Linear(Work(), Work())
-    return BlockKind(indices, Linear(Footprint(0, 0), Footprint(0, 0)), nothing, no_work, no_work, no_work)
 
 
 def _of_rows(one: Any, two: Any, per_row: int) -> Any:

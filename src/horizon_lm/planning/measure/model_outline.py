@@ -40,7 +40,6 @@ from horizon_lm.model.units import find_parts
 from horizon_lm.planning.arithmetic.outline import (
     BlockKind,
     CoreCosts,
-    Footprint,
     HeadCosts,
     Linear,
     ModelOutline,
@@ -207,7 +206,7 @@ def _zero_costs(parts: ModelParts, error: Exception) -> dict[str, Any]:
     nothing, no_work = Linear(0, 0), Linear(Work(), Work())
     return {
         "first_differentiated": parts.first_differentiated(),
-        "kinds": [_idle_kind(range(parts.num_blocks))],
+        "kinds": [BlockKind.idle(range(parts.num_blocks))],
         "shared": nothing,
         "heads": dict.fromkeys(("chunked", "compiled", "whole"), HeadCosts(nothing, no_work, no_work)),
         "unknown": f"{type(parts.model).__name__} cannot be tried without weights ({first_line(error)})",
@@ -236,26 +235,17 @@ def _with_images(
 
 
 def require_images(parts: ModelParts, examined: Examined) -> None:
-    """Raise ModelNotSupportedError if a model has no towers, or is streamed on text only."""
-    name = type(parts.model).__name__
-    if not parts.towers:
-        raise ModelNotSupportedError(f"images_per_row: {name} has no tower that reads images; remove it")
+    """Raise ModelNotSupportedError if a model is streamed on text only."""
     if IMAGES not in examined.images:
         raise ModelNotSupportedError(
-            f"images_per_row: {name} is streamed on text only so far (docs/generated/models.md); remove it, or set allow_unproven_model"
+            f"images_per_row: {type(parts.model).__name__} is streamed on text only so far (docs/generated/models.md); remove it, or set allow_unproven_model"
         )
 
 
 def _idle_towers(parts: ModelParts) -> list[BlockKind]:
     """Return the blocks of towers, which rows of text do not compute."""
     first = parts.decoder_blocks.start
-    return [_idle_kind(range(first))] if first else []
-
-
-def _idle_kind(blocks: range) -> BlockKind:
-    """Return blocks that cost nothing."""
-    nothing, no_work = Linear(0, 0), Linear(Work(), Work())
-    return BlockKind(blocks, Linear(Footprint(0, 0), Footprint(0, 0)), nothing, no_work, no_work, no_work)
+    return [BlockKind.idle(range(first))] if first else []
 
 
 def _measure_kind(calls: BlockCalls, experts: RoutedExperts | None) -> BlockKind:
