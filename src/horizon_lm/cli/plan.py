@@ -44,6 +44,15 @@ def plan(
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of each machine, with one process each (torchrun).")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
+    images_per_row: Annotated[
+        int | None,
+        typer.Option(
+            "--images-per-row",
+            "--images_per_row",
+            min=0,
+            help="Images of each row, of image_max_pixels each. Default: rows of text.",
+        ),
+    ] = None,
     largest: Annotated[
         bool, typer.Option("--largest", help="Find the largest known models that fit, by precision.")
     ] = False,
@@ -68,18 +77,24 @@ def plan(
         _print_largest(run or [], model, device, host_memory, size, as_json)
     else:
         config, hardware = read_arguments(run or [], model, device, host_memory)
-        _print_plan(config, hardware, size, Prices(price_per_hour, price_per_kwh), details, as_json)
+        _print_plan(config, hardware, size, images_per_row, Prices(price_per_hour, price_per_kwh), details, as_json)
 
 
 def _print_plan(
-    run: RunConfig, hardware: Hardware | None, size: Size, prices: Prices, details: bool, as_json: bool
+    run: RunConfig,
+    hardware: Hardware | None,
+    size: Size,
+    images_per_row: int | None,
+    prices: Prices,
+    details: bool,
+    as_json: bool,
 ) -> None:
     """Plan a run and print the plan. Raise DoesNotFitError, with the changes that would make it fit, if it does not fit."""
     with _planning():
         from horizon_lm.cli.planned_run import plan_each, results_as_json
         from horizon_lm.runs.admission.run_plan import does_not_fit
 
-        results = plan_each(run, hardware, size)
+        results = plan_each(run, hardware, size, images_per_row)
     plans = [each.plan for each in results]
     if as_json:
         print(json.dumps(results_as_json(results, prices), indent=2))

@@ -12,6 +12,7 @@ from horizon_lm.memory.layout.ranks import WHOLE, Shard
 from horizon_lm.model.files.checkpoint_reader import Checkpoint
 from horizon_lm.model.folder import code_remedy
 from horizon_lm.model.known_models import find_known
+from horizon_lm.model.units import find_parts
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.energy import Prices, energy_as_json
 from horizon_lm.planning.arithmetic.plan import Plan
@@ -19,6 +20,7 @@ from horizon_lm.planning.arithmetic.remedies import Remedy
 from horizon_lm.planning.arithmetic.render import plan_as_json
 from horizon_lm.planning.arithmetic.request import Machine, Saves
 from horizon_lm.runs.admission.inputs import Source, open_source
+from horizon_lm.runs.admission.planned_images import images_of_rows
 from horizon_lm.runs.admission.remedies import remedies_of
 from horizon_lm.runs.admission.run_plan import plan_run
 from horizon_lm.runs.admission.this_machine import other_machine, this_machine
@@ -43,18 +45,18 @@ class Result:
     remedies: Sequence[Remedy]
 
 
-def plan_each(run: RunConfig, hardware: Hardware | None, size: Size) -> list[Result]:
+def plan_each(run: RunConfig, hardware: Hardware | None, size: Size, images_per_row: int | None = None) -> list[Result]:
     """Return the plan of a run (`plan_one`). If the run would train quantized weights, which is impossible, return the plans of both ways to
     train the model: with adapters, and with decoded weights.
     """
     try:
-        return [plan_one(run, hardware, size)]
+        return [plan_one(run, hardware, size, images_per_row)]
     except QuantizedWeightsError as error:
         try:
-            adapted = plan_one(run.model_copy(update=_ADAPTERS), hardware, size)
+            adapted = plan_one(run.model_copy(update=_ADAPTERS), hardware, size, images_per_row)
         except HorizonError:  # PEFT is not installed, or has no adapters for this model
             raise error from None
-    return [adapted, plan_one(run.model_copy(update=_DECODED), hardware, size)]
+    return [adapted, plan_one(run.model_copy(update=_DECODED), hardware, size, images_per_row)]
 
 
 def results_as_json(results: Sequence[Result], prices: Prices) -> dict[str, Any]:
@@ -69,12 +71,19 @@ def results_as_json(results: Sequence[Result], prices: Prices) -> dict[str, Any]
     return content
 
 
-def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
-    """Plan a run for the machine ``hardware``; None for this one. A plan that does not fit is returned, not raised."""
+def plan_one(run: RunConfig, hardware: Hardware | None, size: Size, images_per_row: int | None = None) -> Result:
+    """Plan a run for the machine ``hardware``; None for this one. A plan that does not fit is returned, not raised.
+
+    ``images_per_row``: images of each row; None for rows of text.
+    """
     source = open_source(run)
     notes = _notes_on_weights(run, source)
     loaded, tokenizer, tokenizer_notes = _load_as_training_does(run, source) if hardware is None else ((), None, [])
     run, machine = place_run(run, hardware, size)
+    if images_per_row:
+        source = replace(source, images=images_of_rows(run, source, images_per_row))
+    elif images_per_row is None and find_parts(source.model.skeleton()).towers:
+        notes.append("images: rows of text are planned; --images_per_row N counts images")
     machine = replace(machine, notes=[*machine.notes, *notes, *tokenizer_notes])
     del loaded  # only needed while the memory of this process was measured
     num_steps, saves = _steps_and_saves(run, size.num_ranks)

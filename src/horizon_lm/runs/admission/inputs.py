@@ -25,6 +25,7 @@ from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.measure import model_outline
 from horizon_lm.planning.measure.cache_probe import CacheProbe
+from horizon_lm.planning.measure.image_costs import RowsWithImages
 from horizon_lm.runs.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.runs.data.loader import Loader
 from horizon_lm.runs.data.token_dataset import TokenTable
@@ -43,6 +44,7 @@ class Source:
         head_values: per-token values from which the loss is computed; None for those that the run's settings imply.
         adapters: adapters that are trained; None for those of the run's settings.
         quantized: the quantized weights of a model that is streamed already; None to find them by the model's config.
+        images: the images of rows; None for rows of text.
     """
 
     model: ModelSource
@@ -53,6 +55,7 @@ class Source:
     head_values: tuple[str, ...] | None = None
     adapters: Any = None
     quantized: Any = None
+    images: RowsWithImages | None = None
     _outlines: dict[Any, ModelOutline] = field(default_factory=dict, init=False)
     _cache_bytes: dict[Any, int] = field(default_factory=dict, init=False)
     _beside_text: list[frozenset[Component]] = field(default_factory=list, init=False)
@@ -113,6 +116,7 @@ class Source:
             "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
             "allow_unproven_model": run.allow_unproven_model,
             "head_values": _head_values(run) if self.head_values is None else self.head_values,
+            "images": self.images,
         }
         key = tuple(options.values())
         if key not in self._outlines:
