@@ -8,6 +8,6 @@ other projects are not part of this repository. They lie in a folder that git ig
     .peers/transformers   `tests` of the repository of transformers
     .peers/peft           the unpacked sdist of PEFT, which `python -m tests.peers sample` downloads
     .peers/hub            tiny models and data sets, which `python -m tests.peers hub` makes
-    .peers/site           packages that the tests need and Horizon-LM does not
+    .peers/site           packages that the tests need and Horizon-LM does not; torchvision for models with images
     .peers/results        a JSON line for each test and mode
 """

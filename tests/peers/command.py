@@ -8,8 +8,8 @@ import tarfile
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.peers import hub
-from tests.peers.page import PAGE, page, summary, verdicts
+from tests.peers.kernelless_torchvision import import_torchvision
+from tests.peers.page import summary, verdicts, write_pages
 from tests.peers.runner import ROOT, forget, results_of, run
 from tests.peers.suites import SUITES
 
@@ -27,12 +27,12 @@ def main() -> None:
     runs.add_argument("--also", default="", help="a pattern; tests whose ids match are run whatever the share")
     runs.add_argument("--timeout", type=int, default=300, help="seconds of one test")
     runs.add_argument("--failed", action="store_true", help="run again what did not pass")
-    commands.add_parser("page", help="write docs/generated/peers.md")
+    commands.add_parser("page", help="write docs/generated/peers.md and peers-images.md")
     commands.add_parser("sample", help="download PEFT's tests and run a few of them")
     arguments = parser.parse_args()
     folder, results = arguments.folder, arguments.folder / "results"
     if arguments.command == "hub":
-        hub.make(folder / "hub", folder / "trl" if (folder / "trl").exists() else None)
+        make_hub(folder, folder / "trl" if (folder / "trl").exists() else None)
     elif arguments.command == "run":
         for name in arguments.suites or SUITES:
             if arguments.failed and results_of(results, name, "streamed").exists():
@@ -41,9 +41,20 @@ def main() -> None:
             run(folder, results, name, arguments.share, arguments.also, arguments.timeout)
             print(summary(name, verdicts(results, name)), flush=True)
     elif arguments.command == "page":
-        PAGE.write_text(page(results), encoding="utf-8")
+        write_pages(results)
     else:
         sys.exit(sample(folder))
+
+
+def make_hub(folder: Path, trl_source: Path | None) -> None:
+    """Make the tiny models and data sets; those with images if TRL's source and torchvision are there."""
+    sys.path.append(str(folder / "site"))
+    images = import_torchvision()
+    from tests.peers import hub  # transformers looks for torchvision when it is imported
+
+    if trl_source and not images:
+        print(f"torchvision is not in {folder / 'site'}: no models with images are made")
+    hub.make(folder / "hub", trl_source, images)
 
 
 def sample(folder: Path) -> int:
@@ -52,7 +63,7 @@ def sample(folder: Path) -> int:
         print("PEFT's sdist cannot be downloaded: its tests are not run")
         return 0
     if not (folder / "hub").exists():
-        hub.make(folder / "hub", None)
+        make_hub(folder, None)
     results = folder / "sample"
     shutil.rmtree(results, ignore_errors=True)
     failed = 0

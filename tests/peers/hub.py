@@ -6,6 +6,7 @@ with TRL's chat templates, configurations by those of transformers. PEFT's model
 
 import importlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from tests.peers.hub_images import config_of, kind_of, processor_of
 
 ROOT = Path(__file__).parents[2]
 _COMMIT = "0" * 39 + "1"
@@ -109,16 +113,18 @@ class Hub:
                 part.save_pretrained(snapshot)
 
 
-def make(folder: Path, trl_source: Path | None) -> None:
-    """Make the hub's folder: PEFT's models and, if there is a source of TRL, TRL's models and data sets."""
+def make(folder: Path, trl_source: Path | None, images: bool) -> None:
+    """Make the hub's folder: PEFT's models and, if there is a source of TRL, TRL's data sets and models, with or without those with images."""
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     if trl_source is None:
         hub = Hub(folder, (page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))))
     else:
         sys.path.insert(0, str(trl_source))
-        hub = Hub(folder, _texts(_datasets_of_trl(folder / "datasets_on_disk")))
-        _models_of_trl(hub, trl_source)
+        hub = Hub(folder, _texts(_datasets_of_trl(folder / "datasets_on_disk", "zen", "harmony", "toolcall")))
+        np.random.seed(0)  # the scripts draw the pixels
+        _datasets_of_trl(folder / "datasets_on_disk", "zen_image", "zen_multi_image")
+        _models_of_trl(hub, trl_source, images)
         hub.save("Qwen/Qwen3-4B", hub.tokenizer("Qwen3"))
     _models_of_peft(hub)
     quotes = datasets.Dataset.from_dict({"quote": [f"Of {i} answers, {i // 2} are right." for i in range(24)]})
@@ -127,7 +133,7 @@ def make(folder: Path, trl_source: Path | None) -> None:
     )
 
 
-def _datasets_of_trl(folder: Path) -> dict[tuple[str, str], Any]:
+def _datasets_of_trl(folder: Path, *names: str) -> dict[tuple[str, str], Any]:
     made: dict[tuple[str, str], Any] = {}
 
     def push(self: Any, repository: str, config_name: str = "default", **_: Any) -> None:
@@ -135,9 +141,9 @@ def _datasets_of_trl(folder: Path) -> dict[tuple[str, str], Any]:
 
     original, datasets.DatasetDict.push_to_hub = datasets.DatasetDict.push_to_hub, push
     try:
-        for name in ("zen", "harmony", "toolcall"):
+        for name in names:
             script = importlib.import_module(f"scripts.generate_{name}_dataset")
-            script.main(0.1, True, f"trl-internal-testing/{name}")
+            script.main(0.1, True, f"trl-internal-testing/{name.replace('_', '-')}")
     finally:
         datasets.DatasetDict.push_to_hub = original
     for (repository, config), data in made.items():
@@ -152,7 +158,7 @@ def _texts(made: dict[tuple[str, str], Any]) -> Iterator[str]:
                 yield json.dumps(row, ensure_ascii=False)
 
 
-def _models_of_trl(hub: Hub, source: Path) -> None:
+def _models_of_trl(hub: Hub, source: Path, images: bool) -> None:
     """Run TRL's scripts that make models, after replacing for good what they would load from the hub or push to it."""
     common = importlib.import_module("scripts.generate_tiny_models._common")
     for name in ("check_transformers_version", "check_dtype_pattern", "print_config_diff"):
@@ -161,7 +167,9 @@ def _models_of_trl(hub: Hub, source: Path) -> None:
     def push(
         model: Any, tokenizer: Any, generation: Any, prefix: str = "", suffix: str = "", create_pr: Any = None
     ) -> None:
-        if model.config.vocab_size > 2000:  # the script left the vocabulary to the configuration's default
+        if (
+            getattr(model.config, "vocab_size", 0) > 2000
+        ):  # the script left the vocabulary to the configuration's default
             model.config.vocab_size = len(tokenizer)
             for key in ("pad_token_id", "eos_token_id", "bos_token_id"):
                 setattr(model.config, key, getattr(tokenizer, key))
@@ -174,7 +182,12 @@ def _models_of_trl(hub: Hub, source: Path) -> None:
         tokenizer = hub.tokenizer(name)
         return GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
 
+    def processor(name: str, **_: Any) -> Any:
+        return processor_of(kind_of(name), hub.tokenizer(name))
+
     def config(name: str, **options: Any) -> Any:
+        if kind := kind_of(name):
+            return config_of(kind, hub.tokenizer(name), **options)
         kinds = {
             "Qwen2": "Qwen2", "Qwen3-30B": "Qwen3Moe", "Qwen3": "Qwen3", "Llama": "Llama", "pythia": "GPTNeoX", "opt": "OPT",
         }  # fmt: skip
@@ -185,6 +198,7 @@ def _models_of_trl(hub: Hub, source: Path) -> None:
 
     common.push_to_hub = push
     AutoTokenizer.from_pretrained = lambda name, **_: hub.tokenizer(name)
+    AutoProcessor.from_pretrained = processor
     GenerationConfig.from_pretrained = generation
     AutoConfig.from_pretrained = config
     small_ids = {
@@ -192,8 +206,10 @@ def _models_of_trl(hub: Hub, source: Path) -> None:
         "eos_token_id": 0,
         "bos_token_id": 0,
     }  # these scripts' own are beyond the vocabulary
-    for folder in ("for_causal_lm", "for_sequence_classification"):
+    for folder in ("for_causal_lm", "for_sequence_classification", "for_conditional_generation"):
         for script in sorted((source / "scripts/generate_tiny_models" / folder).glob("[a-z]*.py")):
+            if folder == "for_conditional_generation" and not (images and kind_of(_model_of(script))):
+                continue
             for kind in (transformers.Olmo3Config, transformers.Phi3Config):
                 # The module transformers replaces itself when it imports a model.
                 setattr(
@@ -202,6 +218,11 @@ def _models_of_trl(hub: Hub, source: Path) -> None:
             if not script.stem.startswith("peft_"):
                 torch.manual_seed(0)
                 importlib.import_module(f"scripts.generate_tiny_models.{folder}.{script.stem}")
+
+
+def _model_of(script: Path) -> str:
+    """Return the hub's model of which a script of TRL makes a tiny one."""
+    return re.search(r'^MODEL_ID = "(.*)"', script.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 
 def _models_of_peft(hub: Hub) -> None:

@@ -1,4 +1,4 @@
-"""Write docs/generated/peers.md from the results of the suites."""
+"""Write docs/generated/peers.md and peers-images.md from the results of the suites."""
 
 import re
 from collections import Counter, defaultdict
@@ -11,10 +11,10 @@ from tests.peers.runner import ROOT, results_of
 from tests.peers.suites import SUITES
 from tests.peers.verdicts import KINDS, LOG_TOLERANCE, PARAMETER_TOLERANCE, Verdict, judge, read
 
-PAGE = ROOT / "docs" / "generated" / "peers.md"
-_HEAD = """# Tests of other projects
+FOLDER = ROOT / "docs" / "generated"
+_HEAD = """# {title}
 
-The tests that TRL, PEFT and transformers have for text models, run on streamed models. `python -m tests.peers run` runs them, and
+{tests}, run on streamed models. `python -m tests.peers run` runs them, and
 `python -m tests.peers page` writes this page. A test runs on plain models first; if it passes, it runs on streamed ones, on the CPU and in
 float32. A test that trains takes the same number of steps in both, and is compared beyond its own assertions: each logged figure within
 {log:g}, sum and norm of every parameter after the training within {parameter:g}, relative.
@@ -23,7 +23,7 @@ Run with {versions}; {sources}. Models and data sets are those of TRL's scripts,
 
 | column | meaning |
 |---|---|
-| collected | all tests of the suite's files, without those for images, liger, vllm and GPUs |
+| collected | {collected} |
 | tried | on plain models |
 | plain | of these, passed; others need a GPU, a network or a package that is not installed |
 | run | of these, run on streamed models |
@@ -33,6 +33,16 @@ Run with {versions}; {sources}. Models and data sets are those of TRL's scripts,
 | differs | passed, with other values, which are explained below |
 | fail | anything else |
 """
+PAGES = {  # the name of a page's file: the title, the tests, and those that are collected
+    "peers.md": (
+        "Tests of other projects", "The tests that TRL, PEFT and transformers have for text models",
+        "all tests of the suite's files, without those for images, liger, vllm and GPUs",
+    ),
+    "peers-images.md": (
+        "Tests of other projects with images", "The tests that TRL has for models of images and text",
+        "the tests for images of the suite's files, without those for liger, vllm and GPUs, and of collators alone",
+    ),
+}  # fmt: skip
 _SECTIONS = {"rejected": "Rejected", "differs": "Other values, or no error", "fail": "Failures"}
 _TITLES = {"rejected": "not supported", "differs": "reason, and what was seen", "fail": "what was seen"}
 
@@ -50,15 +60,28 @@ def summary(name: str, found: Mapping[str, Verdict]) -> str:
     return "\n".join([f"{name}: {len(found)} tests: {', '.join(f'{counts[kind]} {kind}' for kind in KINDS)}", *failed])
 
 
-def page(results: Path) -> str:
-    """Return the page in Markdown."""
-    found = {name: verdicts(results, name) for name in SUITES if results_of(results, name, "streamed").exists()}
+def write_pages(results: Path) -> None:
+    """Write each page whose suites have results."""
+    for name in PAGES:
+        if any(results_of(results, suite, "streamed").exists() for suite in suites_of(name)):
+            (FOLDER / name).write_text(page(results, name), encoding="utf-8")
+
+
+def suites_of(page_name: str) -> list[str]:
+    return [name for name, suite in SUITES.items() if suite.images == (page_name == "peers-images.md")]
+
+
+def page(results: Path, page_name: str) -> str:
+    """Return a page in Markdown."""
+    suites, (title, tests, collected) = suites_of(page_name), PAGES[page_name]
+    found = {name: verdicts(results, name) for name in suites if results_of(results, name, "streamed").exists()}
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl", "peft"))
     sources = _sources(results.parent)
-    lines = [_HEAD.format(versions=versions, sources=sources, log=LOG_TOLERANCE, parameter=PARAMETER_TOLERANCE)]
+    texts = {"title": title, "tests": tests, "collected": collected, "versions": versions, "sources": sources}
+    lines = [_HEAD.format(log=LOG_TOLERANCE, parameter=PARAMETER_TOLERANCE, **texts)]
     rows = [_counts(results, name, each) for name, each in found.items()]
     total = ("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
-    others = [(name, *["not run"] * (len(total) - 1)) for name in SUITES if name not in found]
+    others = [(name, *["not run"] * (len(total) - 1)) for name in suites if name not in found]
     lines += _table(("suite", "collected", "tried", "plain", "run", *KINDS), [*rows, *others, total])
     lines += filter(None, (_drawn(results, name) for name in found))
     for kind, title in _SECTIONS.items():

@@ -22,6 +22,10 @@ from typing import Any
 os.environ["HF_HUB_CACHE"] = os.environ["PEER_HUB"]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from .kernelless_torchvision import import_torchvision
+
+import_torchvision()  # before transformers looks for it
+
 import datasets
 import pytest
 import torch

@@ -16,8 +16,14 @@ class Suite:
         False  # AutoModelForCausalLM in the tests' modules opens streamed models; otherwise trainers stream theirs
     )
 
+    @property
+    def images(self) -> bool:
+        """True for tests of models of images and text."""
+        return self.select == _IMAGES
+
 
 _TEXT = "not vlm and not vision and not Slow and not liger and not vllm and not DataCollator"
+_IMAGES = "(vlm or vision) and not Slow and not liger and not vllm and not DataCollator"
 _EXPERIMENTAL = ("cpo", "gkd", "gmpo", "merge_model_callback", "online_dpo", "orpo", "sdft", "sdpo", "tpo")
 _CAUSAL = (  # the tests of transformers' Trainer that train a causal language model
     "loss_alignment", "bnb", "neftune", "logging_inf_nan", "persistent_workers", "multiple_peft_adapters", "loss_parity",
@@ -30,8 +36,8 @@ _ADAPTERS = (
 )  # fmt: skip
 
 
-def _trl(*names: str) -> Suite:
-    return Suite("trl", tuple(f"tests/test_{name}_trainer.py" for name in names), _TEXT)
+def _trl(name: str, select: str = _TEXT) -> Suite:
+    return Suite("trl", (f"tests/test_{name}_trainer.py",), select)
 
 
 def _experimental(name: str) -> str:
@@ -45,7 +51,9 @@ SUITES = {
     "trl-reward": _trl("reward"),
     "trl-grpo": _trl("grpo"),
     "trl-rloo": _trl("rloo"),
+    **{f"trl-{name}-images": _trl(name, _IMAGES) for name in ("sft", "dpo", "kto", "grpo", "rloo")},
     "trl-experimental": Suite("trl", tuple(_experimental(name) for name in _EXPERIMENTAL), _TEXT),
+    "trl-experimental-images": Suite("trl", (_experimental("online_dpo"),), _IMAGES),
     "transformers-trainer": Suite(
         "transformers", ("tests/trainer/test_trainer.py",), f"({' or '.join(_CAUSAL)}) and not Optimizer"
     ),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.peers import command
 from tests.peers.expected import ALLOWED, DIFFERENCES, REJECTIONS
-from tests.peers.page import PAGE, summary
+from tests.peers.page import FOLDER, PAGES, suites_of, summary
 from tests.peers.runner import results_of, run
 from tests.peers.suites import SUITES, Suite, drawn
 from tests.peers.verdicts import judge, read
@@ -69,12 +69,22 @@ def test_a_test_without_a_streamed_model_does_not_count_as_a_pass():
     assert judge(PLAIN, streamed(streamed=0)).kind == "unused"
 
 
-def test_the_page_has_every_explanation_and_suite_and_no_failure():
-    text = PAGE.read_text(encoding="utf-8")
-    assert [each for each in (*REJECTIONS.values(), *DIFFERENCES.values(), *ALLOWED.values()) if each not in text] == []
-    assert [name for name in SUITES if f"\n| {name} |" not in text] == []
-    (total,) = (line for line in text.splitlines() if line.startswith("| all |"))
-    assert total.split("|")[-2].strip() == "0"
+def test_the_pages_have_every_explanation_and_suite_and_no_failure():
+    texts = {name: (FOLDER / name).read_text(encoding="utf-8") for name in PAGES}
+    explanations = (*REJECTIONS.values(), *DIFFERENCES.values(), *ALLOWED.values())
+    assert [each for each in explanations if not any(each in text for text in texts.values())] == []
+    for page, text in texts.items():
+        assert [name for name in suites_of(page) if f"\n| {name} |" not in text] == []
+        (total,) = (line for line in text.splitlines() if line.startswith("| all |"))
+        assert total.split("|")[-2].strip() == "0"
+    assert sorted(name for page in PAGES for name in suites_of(page)) == sorted(SUITES)
+
+
+def test_each_difference_has_to_be_explained(monkeypatch: Any):
+    monkeypatch.setitem(DIFFERENCES, "test_b: loss ", "a reason")
+    assert judge(PLAIN, streamed(runs=of_run(log=2.6))).kind == "differs"
+    both = judge(PLAIN, streamed(runs=of_run(log=2.6, norm=2.1)))
+    assert (both.kind, both.reason) == ("fail", "norm of weight 2, streamed 2.1; sum 3 and 3")
 
 
 def test_a_share_is_the_same_each_time_and_a_pattern_adds_to_it():

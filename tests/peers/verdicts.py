@@ -51,11 +51,11 @@ def judge(plain: Row, streamed: Row) -> Verdict:
         return Verdict("rejected" if explanation else "fail", reason, explanation)
     if not streamed["streamed"]:
         return Verdict("unused", "no model was streamed")
-    found = next(differences(plain["runs"], streamed["runs"]), "")
-    if not found:
-        return Verdict("pass")
-    explanation = _find(DIFFERENCES, streamed["id"])
-    return Verdict("differs" if explanation else "fail", found, explanation)
+    explained = [
+        (each, _find(DIFFERENCES, f"{streamed['id']}: {each}")) for each in differences(plain["runs"], streamed["runs"])
+    ]
+    reason, explanation = next((each for each in explained if not each[1]), (explained or [("", "")])[0])
+    return Verdict("differs" if explanation else "fail", reason, explanation) if explained else Verdict("pass")
 
 
 def differences(plain: list[Row], streamed: list[Row]) -> Iterator[str]:
