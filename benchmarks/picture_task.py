@@ -1,10 +1,11 @@
 """Teach a small LLaVA with random weights to caption drawn pictures: by a run file, and by plain Hugging Face.
 
-    python benchmarks/picture_task.py --tokenizer .cache/smollm2-135m-instruct [--seeds 0 1] [--output FILE.md --figure FILE.png]
+    python benchmarks/picture_task.py --tokenizer .cache/smollm2-135m-instruct [--seeds 0 1] [--output FILE.md --figure FILE.jpg]
 
 The tokenizer is that of SmolLM2 (`make demo` writes its folder), the processor that of transformers; the pictures are drawn, so nothing
 is downloaded. Plain Hugging Face is a short loop over the same rows in the same order, with torch's AdamW. It also captions
-the held-out pictures, with the folder that the run has exported.
+the held-out pictures, with the folder that the run has exported. Seeds may be run at once, each by a command of its own; a last
+command with all of them reads their results and writes the page.
 """
 
 import argparse
@@ -88,9 +89,9 @@ def report(arguments: argparse.Namespace, results: dict[int, dict[str, Any]]) ->
     lines = [
         "# Captions of drawn pictures", "",
         f"{date.today().isoformat()}, {processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s). {versions('torch', 'transformers')}.",
-        f"Command: `{command}`", "",
+        f"Command: `{command}`; it reads the results of seeds that have been run before, each in a process of its own.", "",
         f"A LLaVA with random weights ({first['parameters'] / 1e6:.1f}M parameters: a tower of CLIP and a llama, 2 layers of width 128 each, with SmolLM2's tokenizer) "
-        "learns to caption pictures of 48 x 48 pixels, which have two shapes of one colour and two digits in their quarters. Towers, projector and "
+        "learns to caption pictures of 48 x 48 pixels, which have two shapes of one colour and two digits in their quarters. Tower, projector and "
         f"llama are trained, for {arguments.steps} steps of {arguments.batch} rows out of {arguments.rows:,}; float32, AdamW, cosine schedule. Quarters, places, sizes, angles, tints and "
         f"noise are random in each picture. Colours, shapes and digits make {len(KNOWN) + len(NEW)} combinations, of which {len(NEW)} are in no training row. "
         f"A caption such as `{answer_of(first['rows']['new'][0])}` is right if each of its characters is; plain transformers decode it "
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=300)
     parser.add_argument("--runs", type=Path, default=Path("runs/picture_task"))
     parser.add_argument("--output", type=Path, help="Markdown file. Default: standard output")
-    parser.add_argument("--figure", type=Path, help="PNG file of losses and captions")
+    parser.add_argument("--figure", type=Path, help="image file of losses and captions")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     results = {seed: run_seed(arguments, seed) for seed in arguments.seeds}
