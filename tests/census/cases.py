@@ -2,22 +2,25 @@
 
 from collections.abc import Callable
 
+from tests.census import image_cases as images
 from tests.census import text_cases as text
 from tests.census import variants
 from tests.census.comparison import Outcome
 from tests.census.opening import OPENED
 from tests.census.subject import Subject, attempt
 
-CASES: dict[str, Callable[[Subject], Outcome]] = {
-    case.__name__: case
-    for case in (
-        text.whole, text.default, text.micro_batches, text.default_micro_batches, text.accumulation, text.evaluation,
-        text.hidden_states, text.generate, text.adamw, text.update_in_backward, text.save, text.varlen,
-        text.default_precision, variants.other_tie, variants.auxiliary_loss, variants.shared_state, variants.images,
-        variants.default_images, variants.images_in_micro_batches,
-    )
-}  # fmt: skip
-FOR_IMAGES = ("images", "default_images", "images_in_micro_batches")
+_TEXT = (
+    text.whole, text.default, text.micro_batches, text.default_micro_batches, text.accumulation, text.evaluation,
+    text.hidden_states, text.generate, text.adamw, text.update_in_backward, text.save, text.varlen,
+    text.default_precision, variants.other_tie, variants.auxiliary_loss, variants.shared_state,
+)  # fmt: skip
+_IMAGES = (
+    images.images, images.default_images, images.several_images, images.mixed_images, images.frozen_tower,
+    images.tower_alone, images.images_in_micro_batches, images.image_accumulation, images.image_evaluation,
+    images.image_adamw, images.image_save,
+)  # fmt: skip
+CASES: dict[str, Callable[[Subject], Outcome]] = {case.__name__: case for case in _TEXT + _IMAGES}
+FOR_IMAGES = tuple(case.__name__ for case in _IMAGES)
 FOR_LANGUAGE_MODELS = ("generate", "other_tie", "auxiliary_loss")  # a classifier has one head, and one loss
 FOR_REFUSALS = ("whole", "default")  # mappings whose models are not intended for training
 

@@ -1,5 +1,6 @@
 """Compare training steps of two models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,14 @@ class Outcome:
 
     status: str
     detail: str = ""
+
+
+_SEVERITY = ("right", "close", "cannot_build", "plain_fails", "rejected", "crashed", "wrong")
+
+
+def worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the first of the worst outcomes."""
+    return max(outcomes, key=lambda outcome: _SEVERITY.index(outcome.status))
 
 
 @dataclass

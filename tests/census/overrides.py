@@ -34,11 +34,18 @@ _GEMMA3N = {
     "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "vocab_size_per_layer_input": 96,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
-_SIGLIP = {"model_type": "siglip_vision_model"}
+_MINICPM = {"image_token_id": 90, "insert_layer_id": 0}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "set": {
+            "image_token_offset": 92, "audio_token_offset": 102, "vision_config": {"base_channels": 32, "channel_multiplier": [1, 1], "codebook_size": 10, "num_res_blocks": 1},
+            "audio_config": {"codebook_dim": 64, "codebook_size": 8},
+        }
+    },
     "aria": {"set": {"projector_patch_to_query_dict": {16: 4}, "max_value_projector_patch_to_query_dict": 4}},
     "bamba": {"set": {"attn_layer_indices": [1]}},
+    "blip-2": {"set": {"image_token_index": 90, "num_query_tokens": 4}},
     "chameleon": {"set": {"vocabulary_map": {"<image>": 90} | {f"IMGIMG{c}Z": 91 + i for i, c in enumerate("ABCDEFGHIJ")}, "vq_config": _VQ}},
     "cohere_compass": {"set": {"text_config": _COMPASS}},
     "cohere_compass_text": {"set": _COMPASS},
@@ -55,10 +62,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"set": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}},
     "dots3_note": {"set": {"text_config": _DOTS3, "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64}, "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64}}},
     "dots3_note_text": {"set": _DOTS3},
-    "emu3": {"set": {"vocabulary_map": {"<image>": 90, "<|extra_200|>": 91, "<|visual token 000000|>": 92}, "vq_config": _VQ}},
+    "emu3": {"set": {"vocabulary_map": {"<image>": 90, "<|extra_200|>": 91} | {f"<|visual token {i:06}|>": 92 + i for i in range(10)}, "vq_config": _VQ | {"hidden_size": 32, "codebook_size": 10}}},
     "ernie4_5_vl_moe": {"set": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}, "moe_intermediate_size": [32, 16]}}},
     "falcon_h1": {"set": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}},
-    "fast_vlm": {"default": {"vision_config": _SIGLIP}},
+    "fast_vlm": {"default": {"vision_config": {"model_type": "vitdet"}}},
     "florence2": {
         "set": {
             "vision_config": {
@@ -89,7 +96,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {"set": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}},
     "hunyuan_vl": {"set": {"vision_config": {"max_image_size": 32, "min_image_size": 16}}},
+    "hy_v4_vl": {"set": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}}},
     "inkling_mm_model": {"set": {"vision_config": {"patch_size": 4, "num_hidden_layers": 2}}},
+    "instructblip": {"set": {"image_token_index": 90, "num_query_tokens": 4}},
+    "instructblipvideo": {"set": {"video_token_index": 90, "num_query_tokens": 4}},
+    "kosmos-2": {"set": {"latent_query_num": 4}},
+    "kosmos-2.5": {"set": {"latent_query_num": 4, "vision_config": {"patch_embed_hidden_size": 48, "max_num_patches": 16}}},
     "lfm2_moe": {"set": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}},
     "janus": {"set": {"vq_config": _VQ}},
     "llama4": {"set": {"vision_config": {"intermediate_size": 256}}},
@@ -98,8 +110,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llava_onevision": {"set": {"image_grid_pinpoints": [[16, 16]]}},
     "longcat_flash": {"set": {"head_dim": 8, "qk_rope_head_dim": 8}},
     "mamba2": {"set": {"num_heads": 8}},
+    "minicpm_ocr": {"set": _MINICPM},
+    "minicpmv4_6": {"set": _MINICPM},
+    "minicpmv4_7": {"set": _MINICPM},
     "mistral4": {"set": {"rope_parameters": _YARN}},
-    "molmo2": {"set": {"adapter_config": {"vision_feature_layer": [-1, -2]}, "vision_config": {"image_size": [16, 16]}}},
+    "molmo2": {"set": {"adapter_config": {"vision_feature_layer": [-1, -2]}, "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16}}},
     "muse_glimmer": {"set": {"out_hidden_size": 256}},
     "muse_spark": {"set": {"out_hidden_size": 256, "audio_config": {"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1], "num_hidden_layers": 2}}},
     "musicgen": {"part": "decoder", "class": "MusicgenForCausalLM"},

@@ -5,7 +5,7 @@ from typing import Any
 
 import transformers
 
-from tests.census.table import Result, count, entry, is_proven, verdict
+from tests.census.table import FOR_IMAGES, Result, count, entry, features, is_proven, reason_without_images, verdict
 
 _HEAD = """# Models
 
@@ -28,7 +28,6 @@ saved; a step in the default precision. The other columns are proven one by one:
 | ties | head and embedding one parameter, or two |
 | aux | `output_router_logits=True`: the loss of the experts' router |
 | shared | blocks that use keys, values or indices of blocks before them |
-| images | one image a row; several rows at once, and `micro`: with `device_micro_batch_size=1` |
 
 Sequence classification models, such as reward models, are compared with one label a row; their head is the `score`.
 
@@ -36,6 +35,19 @@ The commands open models of images and text as such if transformers has no causa
 
 A type that is not right is rejected, unless `allow_unproven_model=True`. With another version of transformers, a warning says once that a sample was compared there.
 """
+_ABOUT_IMAGES = """Rows with images are given to a model as its processor would. They were compared one by one, too, bit for bit except `micro`:
+
+| column | what was compared |
+|---|---|
+| one | one image a row; also with the default settings, within 1e-5 |
+| several | a row with one image and one with two |
+| mixed | steps of one model on rows with images, on text, and on both in one batch |
+| frozen | the tower frozen, alone and with the projector; and only the tower trained. Empty for a model without a tower of its own |
+| training | gradients added up; the loss in evaluation mode (within 1e-5); three steps of AdamW, one of them on text; all weights, and the loss, of the plain model that transformers loads from what was saved after a step |
+| micro | `device_micro_batch_size=1` on rows with one image, with several, and with none, within 1e-5 |
+
+An empty cell is a feature that is not proven. Of these, images at all and images in micro-batches are rejected by name where they are not."""
+_IMAGE_COLUMNS = ("one", "several", "mixed", "frozen", "training", "micro")
 _COLUMNS = ("type", "class", "head", "micro", "hidden", "generate", "varlen", "ties", "aux", "shared")
 _TITLES = {
     "causal": "Causal language models", "image_text": "Image-text models", "classification": "Sequence classification models",
@@ -47,7 +59,9 @@ def page(results: Mapping[str, Mapping[str, Result]]) -> str:
     """Return the page in Markdown."""
     lines = [_HEAD.format(version=transformers.__version__), *_counts(results)]
     for mapping, title in _TITLES.items():
-        lines += ["", f"## {title}", "", *_types(mapping, results[mapping])]
+        lines += ["", f"## {title}", "", *_types(results[mapping])]
+        if mapping == "image_text":
+            lines += [*_with_images(results[mapping])]
         others = {t: verdict(r) for t, r in results[mapping].items() if not is_proven(r)}
         for word in _VERDICTS[1:]:
             found = {t: why for t, (verdict_of, why) in others.items() if verdict_of == word}
@@ -64,21 +78,34 @@ def _counts(results: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
     yield from _table(("mapping of transformers", "types", *_VERDICTS), rows)
 
 
-def _types(mapping: str, results: Mapping[str, Result]) -> Iterator[str]:
-    images = ("images",) if mapping == "image_text" else ()
-    yield from _table(_COLUMNS + images, (_row(t, r, bool(images)) for t, r in sorted(results.items()) if is_proven(r)))
+def _types(results: Mapping[str, Result]) -> Iterator[str]:
+    yield from _table(_COLUMNS, (_row(name, result) for name, result in _proven(results)))
 
 
-def _row(model_type: str, result: Result, images: bool) -> list[str]:
+def _proven(results: Mapping[str, Result]) -> list[tuple[str, Result]]:
+    return [(name, result) for name, result in sorted(results.items()) if is_proven(result)]
+
+
+def _row(model_type: str, result: Result) -> list[str]:
     found = entry(result)
     has = set(found["features"])
     names = ("micro_batches", "hidden_states", "generate", "varlen")
     cells = [model_type, found["class"], found["head"], *("yes" if name in has else "" for name in names)]
     cells.append(", ".join(name for name in ("tied", "untied") if name in has))
-    cells += ["yes" if name in has else "" for name in ("auxiliary_loss", "shared_state")]
-    if images:
-        cells.append(("yes, micro" if "images_in_micro_batches" in has else "yes") if "images" in has else "")
-    return cells
+    return [*cells, *("yes" if name in has else "" for name in ("auxiliary_loss", "shared_state"))]
+
+
+def _with_images(results: Mapping[str, Result]) -> Iterator[str]:
+    """Yield the part about rows with images."""
+    yield from ("", "### Image-text models: rows with images", "", *_ABOUT_IMAGES.splitlines(), "")
+    has = {name: features(result) for name, result in _proven(results)}
+    rows = (
+        [name, *("yes" if each in has[name] else "" for each in FOR_IMAGES)] for name in has if "images" in has[name]
+    )
+    yield from _table(("type", *_IMAGE_COLUMNS), rows)
+    reasons = {name: reason_without_images(result) for name, result in _proven(results)}
+    yield from ("", "### Image-text models: on text only", "")
+    yield from _table(("type", "why not with images"), ((name, why) for name, why in reasons.items() if why))
 
 
 def _table(columns: Any, rows: Any) -> Iterator[str]:

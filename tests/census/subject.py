@@ -4,19 +4,21 @@ import copy
 import re
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.model.components import Component, component_of_params
 from tests.census.comparison import Outcome, Step, same_step, train_step
-from tests.census.images import image_batch
+from tests.census.images import Images, find_images
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import CannotBuildError, build
 
+Counts = tuple[int, ...]  # the number of images of each row
 REJECTIONS = (ConfigError, ModelNotSupportedError)  # other errors are raised too late, or do not concern the model
 
 
@@ -33,6 +35,7 @@ class Subject:
 
     def __init__(self, mapping: str, model_type: str, overrides: dict[str, Any] | None = None) -> None:
         self.mapping, self.model_type, self.overrides = mapping, model_type, overrides or {}
+        self._plain: dict[Counts, Step] = {}
 
     @cached_property
     def model(self) -> Any:
@@ -59,19 +62,35 @@ class Subject:
         return batch
 
     @cached_property
+    def images(self) -> Images:
+        """How the model takes images."""
+        return find_images(self.model)
+
+    def rows(self, counts: Counts) -> dict[str, torch.Tensor]:
+        """Return rows with so many images each; rows of text for an empty tuple."""
+        return self.images.batch(counts) if counts else self.batch()
+
+    @property
     def plain(self) -> Step:
-        """Run a training step of the plain model. Raise PlainFailsError if it differs when repeated."""
-        return self._plain_step(self.batch())
+        """A training step of the plain model on text; raises as `plain_on`."""
+        return self.plain_on(())
 
-    @cached_property
-    def images(self) -> dict[str, torch.Tensor]:
-        """Return rows with images."""
-        return image_batch(self.model)
+    def plain_on(self, counts: Counts) -> Step:
+        """Return a training step of the plain model on such rows. Raise PlainFailsError if it fails, or differs when repeated."""
+        if counts not in self._plain:
+            self._plain[counts] = self._plain_step(self.rows(counts))
+        return self._plain[counts]
 
-    @cached_property
-    def plain_images(self) -> Step:
-        """Run a training step of the plain model on rows with images."""
-        return self._plain_step(self.images)
+    def with_frozen(self, frozen: Collection[Component]) -> Self:
+        """Return a subject whose model has frozen components. Raise NoSuchCaseError if the model has no vision tower."""
+        components = component_of_params(self.model)
+        if Component.VISION_TOWER not in components.values():
+            raise NoSuchCaseError("it has no vision tower")
+        other = type(self)(self.mapping, self.model_type, self.overrides)
+        other.model = self.copy()
+        for name, param in other.model.named_parameters():
+            param.requires_grad_(components[name] not in frozen)
+        return other
 
     def _plain_step(self, batch: dict[str, torch.Tensor]) -> Step:
         try:

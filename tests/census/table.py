@@ -17,8 +17,15 @@ FEATURES = {  # the case that proves each feature
     "auxiliary_loss": ("auxiliary_loss",),
     "shared_state": ("shared_state",),
     "images": ("images", "default_images"),
+    "several_images": ("several_images",),
+    "mixed_images": ("mixed_images",),
+    "frozen_tower": ("frozen_tower", "tower_alone"),
+    "image_training": ("image_accumulation", "image_evaluation", "image_adamw", "image_save"),
     "images_in_micro_batches": ("images_in_micro_batches",),
 }
+FOR_IMAGES = (
+    "images", "several_images", "mixed_images", "frozen_tower", "image_training", "images_in_micro_batches",
+)  # fmt: skip
 GOOD = ("right", "close")
 
 Result = Mapping[str, Any]  # the result of one model type, as returned by `tests.census.runner`
@@ -86,6 +93,16 @@ def verdict(result: Result) -> tuple[str, str]:
                 before = "plain Hugging Face cannot train it on text" if status == "plain_fails" else case
                 return word, f"{before}: {said}"
     return "rejected", "not in the table: only a loss and its gradients were compared"
+
+
+def reason_without_images(result: Result) -> str:
+    """Return the reason why a proven type is not proven with images; empty if it is."""
+    for case in FEATURES["images"]:
+        outcome = result["cases"].get(case, {"status": "no_such_case", "detail": "not tried"})
+        if outcome["status"] not in GOOD:
+            said = one_line(outcome["detail"])
+            return said.partition(": ")[2] if outcome["status"] == "rejected" else said
+    return ""
 
 
 def count(results: Mapping[str, Result]) -> Counter[str]:

@@ -13,9 +13,10 @@ from transformers import CONFIG_MAPPING
 import horizon_lm
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.units import find_parts
-from tests.census import opening
-from tests.census.cases import CASES, cases_of, run_case
+from tests.census import image_cases, opening
+from tests.census.cases import CASES, FOR_IMAGES, cases_of, run_case
 from tests.census.command import PAGE, TABLE
+from tests.census.images import find_images
 from tests.census.opening import OPENED
 from tests.census.subject import Subject
 from tests.census.table import FEATURES, GOOD, NEEDED, entry, is_proven, table, verdict
@@ -54,6 +55,25 @@ def test_claims_of_the_table_hold(mapping: str, model_type: str) -> None:
     assert not {case: each for case, each in outcomes.items() if case in claimed and each.status not in GOOD}
 
 
+WITH_IMAGES = [
+    ("llava", "mixed_images"), ("qwen3_vl", "frozen_tower"), ("idefics3", "several_images"), ("molmo2", "image_evaluation"),
+    ("minicpmv4_7", "images_in_micro_batches"), ("gemma3", "image_adamw"), ("lfm2_vl", "image_save"),
+    ("kosmos-2.5", "tower_alone"), ("llava_next", "image_accumulation"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "case"), WITH_IMAGES)
+def test_claims_of_the_table_hold_with_images(model_type: str, case: str) -> None:
+    outcome = run_case(Subject("image_text", model_type), case)
+    assert outcome.status in GOOD, outcome.detail
+
+
+def test_rows_that_a_model_does_not_compute_without_images_are_not_cut() -> None:
+    outcome = run_case(Subject("image_text", "blip-2"), "images_in_micro_batches")
+    assert outcome.status == "rejected"
+    assert "does not compute rows without pixel_values" in outcome.detail
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mapping", "model_type"), EVERY)
 def test_every_type(mapping: str, model_type: str) -> None:
@@ -78,9 +98,11 @@ def test_every_type(mapping: str, model_type: str) -> None:
 class Broken(Subject):
     """A subject that streams its model with one altered weight."""
 
+    weight = "model.layers.1.mlp.up_proj.weight"
+
     def stream(self, **settings: Any) -> Any:
         with torch.no_grad():
-            self.model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.01)
+            self.model.get_parameter(self.weight).mul_(1.01)
         try:
             return super().stream(**settings)
         finally:
@@ -90,6 +112,39 @@ class Broken(Subject):
 @pytest.mark.parametrize("case", ["whole", "default", "micro_batches", "accumulation", "evaluation", "hidden_states"])
 def test_a_changed_weight_is_detected(case: str) -> None:
     assert run_case(Broken("causal", "llama"), case).status == "wrong"
+
+
+class BrokenTower(Broken):
+    weight = "model.vision_tower.encoder.layers.0.mlp.fc1.weight"
+
+
+@pytest.mark.parametrize("case", [case for case in FOR_IMAGES if case != "image_save"])
+def test_a_changed_weight_of_a_tower_is_detected(case: str) -> None:
+    assert run_case(BrokenTower("image_text", "llava"), case).status == "wrong"
+
+
+def test_a_weight_that_is_saved_otherwise_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def altered(subject: Subject, model: Any) -> Any:
+        loaded = reload(subject, model)
+        with torch.no_grad():
+            loaded.get_parameter(BrokenTower.weight).mul_(1.01)
+        return loaded
+
+    reload = image_cases.reload
+    monkeypatch.setattr(image_cases, "reload", altered)
+    outcome = run_case(Subject("image_text", "llava"), "image_save")
+    assert outcome.status == "wrong"
+    assert BrokenTower.weight in outcome.detail
+
+
+def test_rows_have_as_many_images_as_they_should() -> None:
+    images = find_images(build("llava", "image_text"))
+    batch = images.batch((0, 2))
+    is_image = batch["input_ids"] == images.token
+    assert is_image.sum(1).tolist() == [0, 2 * images.num_tokens]
+    assert len(batch["pixel_values"]) == 2
+    assert bool((batch["labels"][is_image] == -100).all())
+    assert "pixel_values" not in images.batch((0, 0))
 
 
 def test_moved_parameters_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:

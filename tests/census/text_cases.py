@@ -1,7 +1,7 @@
 """Cases on text; each compares one feature with plain Hugging Face."""
 
 import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from tests.census.inputs import prompts
 from tests.census.overrides import SAMPLE_IN_TRAINING
 from tests.census.subject import PlainFailsError, Subject, describe, first_sentence
 
+Batch = dict[str, torch.Tensor]
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a small eps would amplify rounding differences
 
 
@@ -68,20 +69,25 @@ def _in_micro_batches(subject: Subject, **settings: Any) -> Outcome:
 
 def accumulation(subject: Subject) -> Outcome:
     """Compare the sum of the gradients of two backward calls."""
-
-    def both(model: Any, **options: Any) -> Step:
-        first = train_step(model, subject.batch(seed=1), **options)
-        second = train_step(model, subject.batch(seed=2), **options)
-        return Step(first.loss + second.loss, None, second.grads)
-
     subject.plain  # noqa: B018  (plain Hugging Face can do this)
+    return compare_accumulation(subject, subject.batch(seed=1), subject.batch(seed=2))
+
+
+def compare_accumulation(subject: Subject, *batches: Batch) -> Outcome:
+    def both(model: Any, **options: Any) -> Step:
+        steps = [train_step(model, batch, **options) for batch in batches]
+        return Step(torch.stack([step.loss for step in steps]).sum(), None, steps[-1].grads)
+
     return compare_step(both(subject.stream(head="whole")), both(subject.copy(), use_cache=False), exact=False)
 
 
 def evaluation(subject: Subject) -> Outcome:
     """Compare the loss in eval mode with the default head, and the logits without labels."""
     subject.plain  # noqa: B018
-    batch = subject.batch()
+    return compare_evaluation(subject, subject.batch())
+
+
+def compare_evaluation(subject: Subject, batch: Batch) -> Outcome:
     results = []
     for model, options in ((subject.copy(), {"use_cache": False}), (subject.stream(), {})):
         model.eval()
@@ -146,23 +152,24 @@ def generate(subject: Subject) -> Outcome:
 
 def adamw(subject: Subject) -> Outcome:
     """Compare three optimizer steps. Parameters without a gradient must not change."""
-    return _adamw(subject)
+    return compare_adamw(subject, [subject.plain], [subject.batch(seed) for seed in (1, 2, 3)])
 
 
 def update_in_backward(subject: Subject) -> Outcome:
-    return _adamw(subject, update_in_backward=True)
+    return compare_adamw(subject, [subject.plain], [subject.batch(seed) for seed in (1, 2, 3)], update_in_backward=True)
 
 
-def _adamw(subject: Subject, **settings: Any) -> Outcome:
-    unused = [name for name, grad in subject.plain.grads.items() if grad is None]
+def compare_adamw(subject: Subject, steps: Sequence[Step], batches: Sequence[Batch], **settings: Any) -> Outcome:
+    """Compare optimizer steps. ``steps``: of the plain model, on batches that reach all parameters that get gradients."""
+    unused = [name for name in steps[0].grads if all(step.grads[name] is None for step in steps)]
     before, plain = subject.model.state_dict(), subject.copy()
     optimizer = torch.optim.AdamW(plain.parameters(), fused=True, **ADAMW)
     streamed = subject.stream(head="whole")
     ours = horizon_lm.AdamW(streamed, **ADAMW, **settings)
-    for seed in (1, 2, 3):
+    for batch in batches:
         for model, each, options in ((plain, optimizer, {"use_cache": False}), (streamed, ours, {})):
             torch.manual_seed(7)
-            model(**subject.batch(seed), **options).loss.backward()  # update_in_backward keeps no gradients to compare
+            model(**batch, **options).loss.backward()  # update_in_backward keeps no gradients to compare
             each.step()
             each.zero_grad()
     weights, our_weights = plain.state_dict(), {n: w.clone() for n, w in streamed.state_dict().items()}
@@ -180,27 +187,33 @@ def _adamw(subject: Subject, **settings: Any) -> Outcome:
 
 def save(subject: Subject) -> Outcome:
     """Compare the weights of a plain model loaded from a folder saved by a streamed model."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            theirs = _reload(subject.copy(), type(subject.model), Path(folder) / "plain")
-        except Exception as error:
-            raise PlainFailsError(describe(error)) from error
-        ours = _reload(subject.stream(), type(subject.model), Path(folder) / "streamed")
+    require_exact_save(subject)
+    original, ours = subject.model.state_dict(), reload(subject, subject.stream()).state_dict()
+    different = [n for n, w in original.items() if n not in ours or not torch.equal(w, ours[n])]
+    if different:
+        return Outcome("wrong", f"{len(different)} of {len(original)} tensors differ, {different[0]} for one")
+    return Outcome("right", f"{len(original)} tensors")
+
+
+def require_exact_save(subject: Subject) -> None:
+    """Raise PlainFailsError if plain Hugging Face does not load what it saved."""
+    try:
+        theirs = reload(subject, subject.copy()).state_dict()
+    except Exception as error:
+        raise PlainFailsError(describe(error)) from error
     original = subject.model.state_dict()
     lossy = [n for n, w in theirs.items() if not torch.equal(w, original[n])]
     if lossy:
         raise PlainFailsError(
             f"plain Hugging Face loads {len(lossy)} tensors otherwise than it saved them, {lossy[0]} for one"
         )
-    different = [n for n, w in theirs.items() if n not in ours or not torch.equal(w, ours[n])]
-    if different:
-        return Outcome("wrong", f"{len(different)} of {len(theirs)} tensors differ, {different[0]} for one")
-    return Outcome("right", f"{len(theirs)} tensors")
 
 
-def _reload(model: Any, model_class: Any, folder: Path) -> dict[str, torch.Tensor]:
-    model.save_pretrained(folder)
-    return model_class.from_pretrained(folder, dtype=torch.float32).state_dict()
+def reload(subject: Subject, model: Any) -> Any:
+    """Save a plain or a streamed model, and return the plain model that is loaded from its folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return type(subject.model).from_pretrained(folder, dtype=torch.float32)
 
 
 def varlen(subject: Subject) -> Outcome:

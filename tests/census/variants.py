@@ -1,34 +1,15 @@
-"""Cases on rows with images, and on variants of a config."""
+"""Cases on variants of a config."""
 
 from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from tests.census.comparison import Outcome, compare_step, train_step
+from tests.census.comparison import Outcome, worst
 from tests.census.overrides import SHARED_STATE
 from tests.census.subject import NoSuchCaseError, Subject, attempt, first_sentence
 from tests.census.text_cases import default, whole
 from tests.census.tiny_models import describe_model
-
-SEVERITY = ("right", "close", "cannot_build", "plain_fails", "rejected", "crashed", "wrong")
-
-
-def images(subject: Subject) -> Outcome:
-    """Compare a step on rows with one image each."""
-    plain = subject.plain_images
-    return compare_step(train_step(subject.stream(head="whole"), subject.images), plain, exact=True, logits=True)
-
-
-def default_images(subject: Subject) -> Outcome:
-    plain = subject.plain_images
-    return compare_step(train_step(subject.stream(), subject.images), plain, exact=False)
-
-
-def images_in_micro_batches(subject: Subject) -> Outcome:
-    """Compare a step with one row at a time."""
-    model = subject.stream(head="whole", device_micro_batch_size=1)
-    return compare_step(train_step(model, subject.images), subject.plain_images, exact=False)
 
 
 def other_tie(subject: Subject) -> Outcome:
@@ -62,5 +43,4 @@ def _variant(subject: Subject, overrides: dict[str, Any] | None, is_one: Callabl
         raise NoSuchCaseError(first_sentence(error)) from error
     if not is_one(variant.model):
         raise NoSuchCaseError("the model is the same whatever its config says")
-    outcomes = [attempt(case, variant) for case in (whole, default)]
-    return max(outcomes, key=lambda outcome: SEVERITY.index(outcome.status))
+    return worst([attempt(case, variant) for case in (whole, default)])

@@ -35,7 +35,7 @@ def batches_of(model: Any, rows: Sequence[Sequence[Size]] = ROWS) -> tuple[Batch
 
 def _batch(model: Any, ids: Sequence[torch.Tensor], images: Sequence[Sequence[Batch]]) -> Batch:
     """Return rows as arguments of the model: tokens (T,) of each, and the tensors of its images."""
-    length, token = max(map(len, ids)), _image_token(model.config)
+    length, token = max(map(len, ids)), _image_token(model)
     padded = torch.stack([pad(row, (0, length - len(row))) for row in ids])
     mask = torch.stack([pad(torch.ones_like(row), (0, length - len(row))) for row in ids])
     labels = padded.masked_fill((padded == token) | (mask == 0), -100)
@@ -47,7 +47,7 @@ def _batch(model: Any, ids: Sequence[torch.Tensor], images: Sequence[Sequence[Ba
 
 def _ids(model: Any, images: Sequence[Batch], generator: torch.Generator) -> torch.Tensor:
     """Return text with the tokens of each image between two pieces of it, shape (T,)."""
-    token, pieces = _image_token(model.config), [_text(generator)]
+    token, pieces = _image_token(model), [_text(generator)]
     assert token is not None
     for image in images:
         pieces += [torch.full((_num_tokens(model, image, len(images)),), token), _text(generator)]
