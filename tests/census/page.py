@@ -46,7 +46,7 @@ _ABOUT_IMAGES = """Rows with images are given to a model as its processor would.
 | training | gradients added up; the loss in evaluation mode (within 1e-5); three steps of AdamW, one of them on text; all weights, and the loss, of the plain model that transformers loads from what was saved after a step |
 | micro | `device_micro_batch_size=1` on rows with one image, with several, and with none, within 1e-5 |
 
-An empty cell is a feature that is not proven. Of these, images at all and images in micro-batches are rejected by name where they are not."""
+An empty cell is a feature that is not proven; a type with `one` and `micro` alone was compared with one image a row. Of these features, images at all and images in micro-batches are rejected by name where they are not."""
 _IMAGE_COLUMNS = ("one", "several", "mixed", "frozen", "training", "micro")
 _COLUMNS = ("type", "class", "head", "micro", "hidden", "generate", "varlen", "ties", "aux", "shared")
 _TITLES = {
