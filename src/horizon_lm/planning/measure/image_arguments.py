@@ -53,7 +53,7 @@ def rows_from_config(parts: ModelParts, per_row: int, max_pixels: int | None) ->
         marks = {each: (ids == token).long() for each in _MARKS if each in takes}
         pixels = {key: torch.cat([value] * rows) for key, value in one.items()}
         calls.append({"input_ids": ids, "attention_mask": mask, **marks, **pixels})
-    return RowsWithImages(per_row, *calls, tokens, frozenset(one), note)
+    return RowsWithImages(per_row, calls[0], calls[1], tokens, frozenset(one), note)
 
 
 def _pixels(vision: Any, is_cut: bool, max_pixels: int | None, name: str) -> tuple[dict[str, torch.Tensor], str]:

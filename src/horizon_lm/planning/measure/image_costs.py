@@ -98,9 +98,9 @@ def image_costs(
     costs = ImageCosts(
         per_row=per_row, tokens=images.tokens, patches=max((_patches(call) for call in first.calls.values()), default=0),
         order=first.units, differentiated=frozenset(index for index in first.differentiated if index < decoder),
-        held=_of_rows(*held, per_row),
+        held=_of_rows(held[0], held[1], per_row),
         live=[_of_rows(one + pixels[0], two + pixels[1], per_row) for one, two in _largest(runs[0].history, runs[1].history)],
-        forward=_of_rows(*(run.forward for run in runs), per_row), backward=_of_rows(*(run.backward for run in runs), per_row),
+        forward=_of_rows(runs[0].forward, runs[1].forward, per_row), backward=_of_rows(runs[0].backward, runs[1].backward, per_row),
         note=images.note,
     )  # fmt: skip
     differentiated = [index for index in first.differentiated if index >= decoder]
@@ -200,7 +200,7 @@ def _kind(
     # What the code around these blocks keeps only until the decoder begins, such as the output of each block.
     decoder = parts.decoder_blocks.start
     beside = [max(0, max(run.live[index] for index in indices) - run.live[decoder]) for run in runs]
-    hidden = _of_rows(*(run.hidden[first] for run in runs), per_row)
+    hidden = _of_rows(runs[0].hidden[first], runs[1].hidden[first], per_row)
     peaks = _of_rows(one.forward_peak + beside[0], two.forward_peak + beside[1], per_row)
     forward = _of_rows(one.forward, two.forward, per_row)
     if first not in runs[0].differentiated:  # there is no graph, and the input is no boundary
@@ -210,7 +210,7 @@ def _kind(
         return BlockKind(indices, footprint, peaks, forward, nothing, nothing, hidden=hidden)
     footprints = [_beside(each, num + run.grads) for each, num, run in zip((one, two), beside, runs, strict=True)]
     return BlockKind(
-        indices, _of_rows(*footprints, per_row), peaks, forward, _of_rows(one.recompute, two.recompute, per_row),
+        indices, _of_rows(footprints[0], footprints[1], per_row), peaks, forward, _of_rows(one.recompute, two.recompute, per_row),
         _of_rows(one.backward, two.backward, per_row), hidden=hidden,
     )  # fmt: skip
 

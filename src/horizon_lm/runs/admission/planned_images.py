@@ -58,4 +58,4 @@ def _rows_of(vision: Vision, per_row: int, max_pixels: int | None) -> RowsWithIm
         made = vision.inputs([[image]] * rows, ids, mask)
         modal = frozenset(name for name in made if not name.endswith("token_type_ids"))
         calls.append({"input_ids": ids, "attention_mask": mask, **made})
-    return RowsWithImages(per_row, *calls, len(tokens), modal)
+    return RowsWithImages(per_row, calls[0], calls[1], len(tokens), modal)
