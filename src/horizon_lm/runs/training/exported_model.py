@@ -123,9 +123,9 @@ def final_message(config: RunConfig, run: Run, result: RunResult, warning: str) 
 
 
 def _example(run: Run) -> tuple[str, str, str]:
-    """Return the task of a run's model in transformers, an example of the inputs of its pipeline, and options for ``generate``."""
+    """Return the task of a run in transformers, an example of the inputs of its pipeline, and options for ``generate``."""
     has_template = run.tokenizer.chat_template is not None
-    if run.vision is None:
+    if run.vision is None or not run.data.training.packed.has_images:
         return "text-generation", '[{"role": "user", "content": "..."}]' if has_template else '"..."', ""
     contents = '[{"type": "image", "path": "FILE"}, {"type": "text", "text": "..."}]'
     messages = f'text=[{{"role": "user", "content": {contents}}}]'
