@@ -19,7 +19,7 @@ _INFO: dict[str, Any] = {  # of LLaMA-Factory's demonstration data
     "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
     "dpo_en_demo": {"file_name": "dpo_en_demo.json", **_SHAREGPT, "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}},
     "mllm_demo": {"file_name": "mllm_demo.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"}},
-    "films": {"file_name": "more/films.json", "formatting": "sharegpt", "columns": {"images": "images", "videos": "videos"}},
+    "clips": {"file_name": "more/clips.json", "formatting": "sharegpt", "columns": {"images": "images", "videos": "videos"}},
 }  # fmt: skip
 _V1_LISTS: dict[str, Any] = {
     "v1_sft": {"identity": {"path": "data/identity.json", "source": "local", "converter": "alpaca"}},

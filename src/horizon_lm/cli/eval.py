@@ -82,7 +82,7 @@ def evaluate_model(
     from horizon_lm.engine.streamed import engine_of
 
     class WithImages(HFMultimodalLM):  # type: ignore[misc]
-        """lm-eval's model of images and text, which would open the processor with its parts for films."""
+        """lm-eval's model of images and text, which would open the processor with its parts for videos."""
 
         def _create_tokenizer(self, *_: Any, **__: Any) -> None:
             self.processor, self.tokenizer = processor, processor.tokenizer

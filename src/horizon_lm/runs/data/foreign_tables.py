@@ -1,6 +1,6 @@
 """Read Parquet, Arrow, CSV and text with `datasets`, and datasets of the hub, without obeying what they declare.
 
-Metadata of a file and a card may declare that a column holds pictures, sounds, films or documents, for which `datasets` then
+Metadata of a file and a card may declare that a column holds pictures, audio, videos or documents, for which `datasets` then
 opens any path and contacts any address. Columns are read as they are stored; those that are declared as anything but text or pictures are
 rejected by name.
 A card may name the files to read, which are files of its own repository or rejected.
@@ -266,7 +266,7 @@ def _without_decoding(config: DatasetConfig, table: Any) -> Any:
 
 
 def _require_text(config: DatasetConfig, features: Any) -> None:
-    """Raise DataError if a column is declared as sounds, films or the like."""
+    """Raise DataError if a column is declared as audio, videos or the like."""
     for name, feature in features.items():
         kind = _decoded_kind(feature)
         if kind is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 _FILES = ("preprocessor_config.json", "processor_config.json")  # that say how images are processed
-_FILMS = "video_preprocessor_config.json"  # read by transformers whenever it opens the whole processor
+_VIDEOS = "video_preprocessor_config.json"  # read by transformers whenever it opens the whole processor
 # How transformers says that a package is missing.
 _MISSING = re.compile(
     r"requires the (\w+) library|Package `([\w-]+)` is required|Missing optional dependencies: ([\w-]+)"
@@ -101,7 +101,7 @@ class Vision:
 
     @cached_property
     def processor(self) -> Any:
-        """The processor of transformers, without its parts for films and sounds."""
+        """The processor of transformers, without its parts for videos and audio."""
         require_pillow()
         for path in (self._folder / name for name in _FILES):
             if path.is_file():
@@ -137,8 +137,8 @@ class Vision:
         return [value for name in names if isinstance(value := getattr(self._config, name, None), int)]
 
     def copy_files(self, folder: Path) -> None:
-        """Copy the files that say how images, and films, are processed into a folder of the model."""
-        for path in (self._folder / name for name in (*_FILES, _FILMS)):
+        """Copy the files that say how images, and videos, are processed into a folder of the model."""
+        for path in (self._folder / name for name in (*_FILES, _VIDEOS)):
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
 
@@ -224,8 +224,8 @@ def _missing_package(error: Exception) -> str:
 
 
 def _images_only(config: Any) -> Any:
-    """Return the processor class of a model, without its parts for films, which need torchvision even where only images are processed, and
-    for sounds.
+    """Return the processor class of a model, without its parts for videos, which need torchvision even where only images are processed, and
+    for audio.
     """
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
