@@ -166,9 +166,7 @@ def test_a_frozen_tower_is_computed_without_a_backward_pass(monkeypatch: pytest.
 def test_a_frozen_tower_is_computed_once_without_a_graph(
     kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its blocks, in two passes whose gradients are added up, and once for each batch of a pass with several, or once for each of
-    the two images of a batch that is cut.
-    """
+    """Count the computations of each block: one for each batch, or one for each of the two images of a batch that is cut."""
     plain, num_cuts = tiny(kind), 2 if "device_micro_batch_size" in settings else 1
     freeze(plain, None, [Component.VISION_TOWER])
     model, images = streamed(plain, **settings), image_batch(plain)

@@ -18,7 +18,7 @@ from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.device_buffers import buffer_options
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import PassOrder
-from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, MicroBatch, RowOutputs
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.memory.layout.buffers import BufferSettings, BufferTable, buffer_bytes
 from horizon_lm.memory.layout.model import TiledLayout
@@ -211,7 +211,8 @@ class ResidencyPlanner:
 class Rehearsal:
     """A rehearsal of a pass with a single batch: it answers the calls of blocks, and measures the memory that they take.
 
-    One block of each structure is run; the others are answered with zeros of the same shapes.
+    One block of each kind is run; the others are answered with zeros of the same shapes. A kind is a structure and, in a tower, a size of
+    the largest micro-batch: windows can be cut where attention to a whole image cannot.
 
     Args:
         engine: the model's engine.
@@ -227,36 +228,44 @@ class Rehearsal:
     ) -> None:
         self._engine, self._blocks, self._cut = engine, blocks, cut
         self._structures = [structure_key(each.module) for each in blocks]
-        self._measured: dict[Any, RowOutputs] = {}  # structures of outputs, by structure of the block
-        self._footprints: dict[Any, Footprint] = {}  # by structure of the block
+        self._kinds: dict[int, Any] = {}  # of the blocks
+        self._measured: dict[Any, RowOutputs] = {}  # structures of outputs, by kind of the block
+        self._footprints: dict[Any, Footprint] = {}  # by kind of the block
         self._hidden: dict[int, int] = {}  # bytes of the input of each block for the whole batch
 
     def answer(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Measure the first block of each structure. Return zeros in the shapes of a block's output; raise TrialDoneError at the last."""
+        """Measure the first block of each kind. Return zeros in the shapes of a block's output; raise TrialDoneError at the last."""
         call = BlockCall(args, kwargs)
         self._hidden[index] = call.tensors[call.hidden].nbytes
-        structure = self._structures[index]
-        if structure not in self._measured:
-            self._measured[structure] = self._measure(index, call)
+        kind: Any = self._structures[index]
+        if index not in self._engine.parts.decoder_blocks:
+            part = self._largest_part(index, call)[1]
+            kind = kind, part.stop - part.start
+        self._kinds[index] = kind
+        if kind not in self._measured:
+            self._measured[kind], self._footprints[kind] = self._measure(index, call)
         if index == len(self._blocks) - 1:
             raise TrialDoneError
-        forward, like = self._engine.forward, self._measured[structure]
+        forward, like = self._engine.forward, self._measured[kind]
         forward.outputs[index] = {0: like}
         return like.zeros(like.num_rows)
 
-    def _measure(self, index: int, call: BlockCall) -> RowOutputs:
-        """Measure a block on the largest micro-batch. Return the structure of its output for the whole batch."""
+    def _largest_part(self, index: int, call: BlockCall) -> tuple[BlockCalls, MicroBatch]:
+        """Return the call of a block with its micro-batches, and the largest one of these."""
         calls = self._cut(index, [call], [0])
+        return calls, max(calls.cut.parts, key=lambda each: each.stop - each.start)
+
+    def _measure(self, index: int, call: BlockCall) -> tuple[RowOutputs, Footprint]:
+        """Measure a block on the largest micro-batch. Return the structure of its output for the whole batch, and the memory it takes."""
+        calls, part = self._largest_part(index, call)
         (count,), (segments,) = calls.cut.rows, calls.cut.segments
-        part = max(calls.cut.parts, key=lambda each: each.stop - each.start)
         inputs = calls.inputs(call.tensors, part)
         with attending(segments, *part.rows), capture.capture(()):
             footprint, output = find_footprint(self._engine, index, self._blocks[index], *call.rebuild(inputs))
-        self._footprints[self._structures[index]] = footprint
         outputs = RowOutputs(count)
         outputs.add(part, Tree((output, {})))  # one part is enough for the shapes of all rows; nothing is captured
         outputs.release()  # `zeros` needs its shapes and dtypes alone
-        return outputs
+        return outputs, footprint
 
     def plan(self, order: PassOrder, size: BatchSize, largest: BatchSize, num_micro_batches: int) -> DevicePlan:
         """Return the plan for a step.
@@ -269,8 +278,8 @@ class Rehearsal:
         """
         nothing = Footprint(0, 0)  # of a block that the batch does not pass through
         footprints = [
-            self._footprints[structure] if index in self._hidden else nothing
-            for index, structure in enumerate(self._structures)
+            self._footprints[self._kinds[index]] if index in self._kinds else nothing
+            for index in range(self._engine.parts.num_blocks)
         ]
         hidden = [
             self._hidden.get(index, 0) * size.tokens // largest.tokens

@@ -10,6 +10,7 @@ import torch
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, RowDim, Rows, run_block, slice_all, slice_rows
 from horizon_lm.engine.passes.tree import Tree
+from horizon_lm.errors import DeviceFaultError, DeviceMemoryError
 from horizon_lm.model.block_template import Mode, StreamedBlock
 
 _TOLERANCE = 0.05  # of the largest output: rounding in any dtype is below, and a wrong computation above
@@ -19,6 +20,8 @@ def is_separable(
     engine: Engine, block: StreamedBlock, call: BlockCall, dims: Sequence[RowDim], parts: Sequence[Rows]
 ) -> bool:
     """Return whether a block computes two parts of its inputs alone as it computes both together.
+
+    It needs the memory of a block's weights, and of a recomputation of both parts.
 
     Args:
         engine: the engine of the model.
@@ -54,6 +57,8 @@ def is_separable(
             if any(each.ndim <= dim or each.shape[dim] != stop - start for each in together):
                 return False
             return is_alone(first, second) and is_alone(second, first)
+    except (torch.OutOfMemoryError, DeviceMemoryError, DeviceFaultError):  # these say nothing about the block
+        raise
     except Exception:  # the model's own code may raise any exception for a part of its inputs
         return False
 

@@ -129,7 +129,10 @@ class TowerBlock(BlockAutograd):
             super().differentiate_part(number, graph, inputs, grads, input_grads)
             for i in range(*self.calls.spans[self.micro_batches[number].batch].indices(len(inputs))):
                 if i in self._inputs and (of_others := self._inputs[i].take()) is not None:  # once in a batch
-                    input_grads[i] = of_others if (total := input_grads[i]) is None else total.add_(of_others)
+                    total = input_grads[
+                        i
+                    ]  # of this block, unlike the other gradient, which later micro-batches may not change
+                    input_grads[i] = of_others.clone() if total is None else total.add_(of_others)
             return
         pairs = self.outputs_and_grads(number, graph, grads)
         found: dict[int, torch.Tensor] = {}

@@ -27,7 +27,7 @@ from horizon_lm.engine.passes.micro_batches import (
 )
 from horizon_lm.engine.units.row_dims import shapes_at
 from horizon_lm.engine.units.separable import is_separable
-from horizon_lm.errors import WholeTowerWarning, warn
+from horizon_lm.errors import DeviceFaultError, DeviceMemoryError, WholeTowerWarning, warn
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 
 _OF_IMAGES = re.compile("size|shape|grid|aspect|tile|crop")  # in names of arguments that describe images
@@ -97,13 +97,13 @@ class TowerCuts:
         limit = -(-rows * self._engine.options.rows_at_once(of_batch) // of_batch)
         borders = _borders(call, layout, rows)
         pieces = [] if borders is None else _pieces(borders, limit)
-        if len(pieces) > 1:
+        if borders is not None and len(pieces) > 1:
             if index not in self._structures:
                 self._structures[index] = structure_key(self._blocks[index].module)
             key = (self._structures[index], tuple(call.paths))
             if key not in self._are_separable:
-                found = is_separable(self._engine, self._blocks[index], call, layout.dims, pieces[:2])
-                self._are_separable[key] = found
+                pair = _smallest_pair(borders)
+                self._are_separable[key] = is_separable(self._engine, self._blocks[index], call, layout.dims, pair)
             if not self._are_separable[key]:
                 borders = None
         if borders is None:
@@ -147,9 +147,11 @@ class TowerCuts:
             of_batch = outputs[reached][batch]
             return of_batch.zeros(2 * of_batch.num_rows)
 
-        call_of_twice = _with_images_twice(self._engine.forward.batches[batch])
         try:
+            call_of_twice = _with_images_twice(self._engine.forward.batches[batch])
             shapes = shapes_at(self._engine, self._call_model, index, call_of_twice, output)
+        except (torch.OutOfMemoryError, DeviceMemoryError, DeviceFaultError):  # these say nothing about the block
+            raise
         except Exception:  # the model's own code may raise any exception for other images than those of its rows
             return None
         pairs = [(each, shapes.get(path, each.shape)) for (path, _), each in zip(call.paths, call.tensors, strict=True)]
@@ -216,12 +218,24 @@ def _borders_of_mask(mask: torch.Tensor, dims: tuple[int, int]) -> set[int]:
     """Return the rows across which a mask lets nothing through. ``dims``: its dimensions of rows."""
     visible = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
     visible = visible.movedim(dims, (0, 1)).flatten(2).any(2) if mask.ndim > 2 else visible  # (rows, rows)
-    rows = visible.shape[0]
+    rows, sees_any = visible.shape[0], visible.any(1)
     places = torch.arange(rows, device=mask.device)
-    last = torch.where(visible, places, -1).amax(1).cummax(0).values  # that is visible from a row and those before
-    first = torch.where(visible, places, rows).amin(1).flip(0).cummin(0).values.flip(0)  # and from those behind
+    bits = visible.contiguous().view(
+        torch.uint8
+    )  # with the memory of the mask's bits; masked places would take eight times as much
+    last = (
+        torch.where(sees_any, rows - 1 - bits.flip(1).argmax(1), -1).cummax(0).values
+    )  # visible from a row and those before
+    first = torch.where(sees_any, bits.argmax(1), rows).flip(0).cummin(0).values.flip(0)  # and from those behind
     between = (last[:-1] < places[1:]) & (first[1:] >= places[1:])
     return {0, rows, *places[1:][between].tolist()}
+
+
+def _smallest_pair(borders: Sequence[int]) -> list[Rows]:
+    """Return the two smallest pieces between three borders that follow each other."""
+    triples = zip(borders, borders[1:], borders[2:], strict=False)
+    start, middle, stop = min(triples, key=lambda each: each[2] - each[0])
+    return [(start, middle), (middle, stop)]
 
 
 def _pieces(borders: Sequence[int], limit: int) -> list[tuple[int, int]]:
