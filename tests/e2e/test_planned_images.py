@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PixtralVisionConfig
 
 from horizon_lm.cli.plan_arguments import Size, read_arguments
 from horizon_lm.cli.planned_run import plan_one
@@ -85,3 +86,32 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
 def test_a_model_of_text_has_no_images(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"images_per_row: .* has no tower"):
         planned(model, 1)
+
+
+def test_notes_about_frozen_parts_follow_the_images_that_a_plan_counts(tmp_path: Path) -> None:
+    """Without images no tower is trained, and with them nothing is said of rows that have none."""
+    folder = save_llava(tmp_path / "model")
+    settings = {"freeze_vision_tower": "false", "freeze_multi_modal_projector": "false"}
+    notes = {images: " ".join(planned(folder, images, **settings).machine.notes) for images in (None, 0, 1)}
+    assert "if no row has an image, vision tower and projector are frozen, too" in notes[None]
+    assert "vision tower and projector are frozen, because no row has an image" in notes[0]
+    assert "image" not in notes[1].replace("images are", "")
+    with pytest.raises(ConfigError, match="images_per_row: rows with images are not packed; remove packing"):
+        planned(folder, 1, packing="true", **settings)
+
+
+def test_a_tower_with_a_mask_over_all_images_is_rejected(tmp_path: Path) -> None:
+    folder = save_llava(tmp_path / "model")
+    config = LlavaConfig.from_pretrained(folder)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    config.vision_config = PixtralVisionConfig(image_size=16, patch_size=8, **sizes)
+    config.vision_feature_select_strategy = "full"
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"images_per_row: .* mask over the patches of all images"):
+        planned(without_processor(folder), 1)

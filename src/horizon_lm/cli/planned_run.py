@@ -19,7 +19,7 @@ from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.remedies import Remedy
 from horizon_lm.planning.arithmetic.render import plan_as_json
 from horizon_lm.planning.arithmetic.request import Machine, Saves
-from horizon_lm.runs.admission.inputs import Source, open_source
+from horizon_lm.runs.admission.inputs import RowShape, Source, open_source
 from horizon_lm.runs.admission.planned_images import images_of_rows
 from horizon_lm.runs.admission.remedies import remedies_of
 from horizon_lm.runs.admission.run_plan import plan_run
@@ -87,8 +87,19 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size, images_per_r
     machine = replace(machine, notes=[*machine.notes, *notes, *tokenizer_notes])
     del loaded  # only needed while the memory of this process was measured
     num_steps, saves = _steps_and_saves(run, size.num_ranks)
+    rows = None
+    if images_per_row == 0 and run.max_length is not None:
+        rows = RowShape(run.max_length, run.max_length, has_images=False)
     plan_with = partial(
-        plan_run, run, source, machine, num_steps=num_steps, saves=saves, num_ranks=size.num_ranks, tokenizer=tokenizer
+        plan_run,
+        run,
+        source,
+        machine,
+        rows=rows,
+        num_steps=num_steps,
+        saves=saves,
+        num_ranks=size.num_ranks,
+        tokenizer=tokenizer,
     )
     shard = own_shard(run, size)
     plan = plan_with(shard=shard)

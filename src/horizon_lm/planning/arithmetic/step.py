@@ -111,7 +111,9 @@ class Step:
         return index < self.outline.layout.num_tower_blocks
 
     def slices_of(self, index: int) -> list[int]:
-        """Return the numbers of rows that a block computes at once, largest first. A tower computes the images of all rows at once."""
+        """Return the numbers of rows that a block computes at once, largest first. For a tower, assume the images of all rows at once, which
+        is the most: the engine may cut them.
+        """
         return [self.settings.rows] if self.is_of_tower(index) else self.settings.slices
 
     def footprints_of(self, index: int) -> list[Footprint]:

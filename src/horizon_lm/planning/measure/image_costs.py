@@ -1,8 +1,8 @@
 """Measure what the images of rows cost: in the blocks of towers, and in the model's code around them.
 
 The code around the blocks runs on the CPU over rows with one image each, because the values of some arguments, such as the size of an
-image, decide the shapes of others. Its matrix products are not computed. It runs over one row and over two, between which everything is
-linear. The blocks run on the meta device, as those of the decoder do.
+image, decide the shapes of others. Its matrix products are not computed. It runs over one row and over two, and everything has to be
+linear in the rows. The blocks run on the meta device, as those of the decoder do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from horizon_lm.common.units import Unit
+from horizon_lm.errors import ConfigError
 from horizon_lm.model.block_template import structure_key
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.skeletons import meta_copy
@@ -82,6 +83,9 @@ def image_costs(
         images: the images of rows.
         dtype: dtype of hidden states.
         accelerated: assume the kernels of a GPU.
+
+    Raises:
+        ConfigError: memory grows faster than the number of images.
     """
     copies: dict[Any, nn.Module] = {}  # a block on the meta device, by structure
     per_row, decoder = images.per_row, parts.decoder_blocks.start
@@ -195,6 +199,7 @@ def _kind(
 ) -> BlockKind:
     """Measure blocks of towers that are alike, and return their costs as functions of the rows."""
     first = indices[0]
+    _require_linear(parts.block_names[first], *(run.calls[first] for run in runs))
     block, in_float32 = meta_copy(parts.blocks[first]), parts.in_float32_inside(parts.block_names[first])
     one, two = (run_on_meta(block, *run.calls[first], dtype, accelerated, in_float32) for run in runs)
     # What the code around these blocks keeps only until the decoder begins, such as the output of each block.
@@ -213,6 +218,18 @@ def _kind(
         indices, _of_rows(footprints[0], footprints[1], per_row), peaks, forward, _of_rows(one.recompute, two.recompute, per_row),
         _of_rows(one.backward, two.backward, per_row), hidden=hidden,
     )  # fmt: skip
+
+
+def _require_linear(name: str, one: Any, two: Any) -> None:
+    """Raise ConfigError if an argument of a block grows faster than the images, given the arguments for one image and for two."""
+    of_one, of_two = (
+        [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in (one, two)
+    )
+    if any(more.numel() > 2 * num.numel() for num, more in zip(of_one, of_two, strict=False)):
+        raise ConfigError(
+            f"images_per_row: {name} takes a mask over the patches of all images, which grows with the square of their number, so its memory is "
+            "not planned; plan rows of text, and leave room on the device"
+        )
 
 
 def _beside(run: BlockRun, num_bytes: int) -> Footprint:

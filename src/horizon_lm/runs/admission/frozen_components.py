@@ -56,7 +56,7 @@ def frozen_notes(run: RunConfig, source: Source, rows: RowShape) -> list[str]:
     if found:
         settings, numel = " or ".join(each.setting for each in Component if each in found), sum(numels.values())
         notes.append(f"model: {_named(found)} frozen: {numel:,} parameters; set {settings} to false to train them")
-    if rows.has_images is None and (trained := trained_beside_text(run, source)):
+    if rows.has_images is None and source.images is None and (trained := trained_beside_text(run, source)):
         notes.append(f"model: if no row has an image, {_named(trained)} frozen, too")
     return notes
 
@@ -68,8 +68,8 @@ def _freezes_components(run: RunConfig, source: Source) -> bool:
 
 def _may_have_images(run: RunConfig, source: Source, rows: RowShape) -> bool:
     """Return whether a training row has an image or, before the rows are read, may have one: those of a packed run have none."""
-    if rows.has_images is not None:
-        return rows.has_images
+    if rows.has_images is not None or source.images is not None:
+        return rows.has_images is not False
     return takes_images(source.model.skeleton()) and not (isinstance(run, TextConfig) and run.packing)
 
 
