@@ -101,28 +101,36 @@ def _reads_images(config: Any) -> bool:
     """Return whether a config is that of a model of images and text.
 
     It is if transformers has no causal language model for it. If there is one, too, which has no tower and would drop its weights, the
-    model is what it was saved as, unless only the language model is proven.
+    model is what it was saved as, if that class is proven.
     """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
     )
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if not (name := _with_tower(config)):
         return False
-    with_tower: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    name = with_tower.__name__
     return not causal or (name in _architectures(config) and is_proven(config.model_type, name))
+
+
+def _with_tower(config: Any) -> str:
+    """Return the name of the model of images and text that transformers has for a config; empty if there is none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return ""
+    found: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return str(found.__name__)
 
 
 def saved_class(config: Any) -> Any:
     """Return the class (see `auto_class`) of the model that a config was saved with."""
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification if _classifier_name(config) else auto_class(None, config)
+    if _classifier_name(config):
+        return AutoModelForSequenceClassification
+    # Whether the class is proven does not matter to a model that was trained.
+    return AutoModelForImageTextToText if _with_tower(config) in _architectures(config) else auto_class(None, config)
 
 
 def _architectures(config: Any) -> list[str]:
