@@ -193,4 +193,11 @@ def test_tasks_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode
     assert json.loads(output.read_text())["results"]["seen"]["exact_match,none"] == 1.0
     result = run("eval", model, "--tasks", tmp_path / "seen.yaml", *options)
     assert result.exit_code == 2
-    assert "seen" in result.stderr
+    assert "seen: questions have images, and" in result.stderr
+    assert "reads only text" in result.stderr
+    rows = {"question": ["?"], "choices": [["a", "b"]], "answer": [0]}
+    Dataset.from_dict(rows).to_json(tmp_path / "rows.jsonl")
+    (tmp_path / "likely.yaml").write_text(CHOICES)
+    result = run("eval", llava, "--tasks", tmp_path / "seen.yaml", "--tasks", tmp_path / "likely.yaml", *options)
+    assert result.exit_code == 2
+    assert "compares likelihoods" in result.stderr

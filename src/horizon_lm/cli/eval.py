@@ -108,6 +108,21 @@ def evaluate_model(
     return dict(results)
 
 
+def _require_images(tasks: Sequence[Any], model: str, vision: Any) -> None:
+    """Raise ConfigError if a model reads no images, or lm-eval does not support a task beside those with images."""
+    names = [task.config.task for task in tasks if getattr(task, "MULTIMODAL", False)]
+    if vision is None:
+        raise ConfigError(
+            f"--tasks: {', '.join(names)}: questions have images, and {model} reads only text; name a model of images and text"
+        )
+    for task in tasks:
+        if task.OUTPUT_TYPE != "generate_until":
+            raise ConfigError(
+                f"--tasks: {task.config.task} compares likelihoods, which lm-eval does not support beside tasks with images; evaluate it by a "
+                "command of its own"
+            )
+
+
 def write_results(results: Mapping[str, Any], path: Path) -> None:
     """Write all results as JSON. Raise ConfigError if the file cannot be written."""
     try:
@@ -166,6 +181,8 @@ def eval(
         require_template(tokenizer)
     has_images = any(getattr(task, "MULTIMODAL", False) for task in loaded)
     vision = common.vision_of(request) if has_images else None
+    if has_images:
+        _require_images(loaded, model, vision)
     processor = None if vision is None else vision.processor
     streamed = open_model(request).eval()
     results = evaluate_model(
