@@ -34,6 +34,7 @@ class BatchesAhead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._threads.shutdown(cancel_futures=True)
+        self._pending.clear()  # a run may export its model before this object is freed
 
     def batch(self, number: int) -> Batch:
         """Return the batch of a number, and begin to build the next ones; raise the error with which it could not be built."""

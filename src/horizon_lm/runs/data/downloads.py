@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from horizon_lm.runs.data.table_cache import cache_folder, digest
@@ -35,7 +36,7 @@ def download(address: str, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise ValueError(f"it has more than {max_bytes >> 20} MiB")
     folder.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}.part")
     part.write_bytes(content)
     part.replace(file)
     return content
