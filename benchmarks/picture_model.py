@@ -1,4 +1,4 @@
-"""A small LLaVA with random weights for `picture_task.py`, trained and asked by transformers and torch alone."""
+"""A small LLaVA with random weights for `picture_task.py`, trained and decoded by transformers and torch; the order of rows is a run's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,8 +119,8 @@ def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def write_captions(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
-    """Return what a model answers about the pictures of some rows, decoded greedily."""
+def captions_of(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """Return the captions that a model gives the pictures of some rows, decoded greedily."""
     processor, model = open_model(folder)
     captions: list[str] = []
     for first in range(0, len(rows), 100):

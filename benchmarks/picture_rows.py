@@ -1,7 +1,7 @@
-"""Draw pictures with two equal shapes of one colour and two equal digits, like cards, and write them as rows with images.
+"""Draw pictures with two equal shapes of one colour and two equal digits, and write them as rows with images.
 
 Position, size, angle, tint, background and noise are random, so no two pictures are alike. A tenth of all combinations of shape,
-colour and digit is kept out of the training rows, to ask for what was never seen together.
+colour and digit is kept out of the training rows, to test combinations that no training row has.
 """
 
 import itertools

@@ -66,7 +66,7 @@ def train_both(folder: Path, run: dict[str, Any], plain_steps: int) -> dict[str,
         "horizon": [line["loss"] for line in lines if "loss" in line],
         "plain": plain,
         "captions": {
-            kind: picture_model.write_captions(exported, read_rows(folder / kind / "rows.jsonl"))
+            kind: picture_model.captions_of(exported, read_rows(folder / kind / "rows.jsonl"))
             for kind in ("known", "new")
         },
         "parameters": picture_model.open_model(exported)[1].num_parameters(),

@@ -31,11 +31,11 @@ saved; a step in the default precision. The other columns are proven one by one:
 
 Sequence classification models, such as reward models, are compared with one label a row; their head is the `score`.
 
-The commands open models of images and text as such if transformers has no causal language model for their type, and train on rows with images; from Python, `horizon_lm.stream(model)` takes all of them.
+The commands open a model of images and text as the class that its config names, if that class is listed here or transformers has no causal language model for its type, and train it on rows with images; from Python, `horizon_lm.stream(model)` takes all of them.
 
 A type that is not right is rejected, unless `allow_unproven_model=True`. With another version of transformers, a warning says once that a sample was compared there.
 """
-_ABOUT_IMAGES = """Rows with images are given to a model as its processor would. They were compared one by one, too, bit for bit except `micro`:
+_ABOUT_IMAGES = """Rows with images are given to a model as its processor would give them. Each feature was compared by itself: bit for bit, or within 1e-5 where the table says so or where sums are in another order:
 
 | column | what was compared |
 |---|---|
@@ -43,10 +43,10 @@ _ABOUT_IMAGES = """Rows with images are given to a model as its processor would.
 | several | a row with one image and one with two |
 | mixed | steps of one model on rows with images, on text, and on both in one batch |
 | frozen | the tower frozen, alone and with the projector; and only the tower trained. Empty for a model without a tower of its own |
-| training | gradients added up; the loss in evaluation mode (within 1e-5); three steps of AdamW, one of them on text; all weights, and the loss, of the plain model that transformers loads from what was saved after a step |
+| training | gradients added up, the loss in evaluation mode, and the loss after saving (within 1e-5); three steps of AdamW, one of them on text; all weights that transformers loads from what was saved after a step |
 | micro | `device_micro_batch_size=1` on rows with one image, with several, and with none, within 1e-5 |
 
-An empty cell is a feature that is not proven; a type with `one` and `micro` alone was compared with one image a row. Of these features, images at all and images in micro-batches are rejected by name where they are not."""
+An empty cell is a feature that is not proven; a type with `one` and `micro` alone was compared with one image a row. Without `one`, rows with images are rejected by name; without `micro`, so are micro-batches of them. The other columns reject nothing."""
 _IMAGE_COLUMNS = ("one", "several", "mixed", "frozen", "training", "micro")
 _COLUMNS = ("type", "class", "head", "micro", "hidden", "generate", "varlen", "ties", "aux", "shared")
 _TITLES = {

@@ -1149,8 +1149,8 @@ def test_huge_row_is_rejected_before_it_is_tokenized(monkeypatch: pytest.MonkeyP
     [
         ({"text": "a", "images": ["a.png"]}, "0 placeholders of images, but 1 image for them"),
         ({"prompt": "<image>a", "completion": "b", "image": {"bytes": "a"}}, "the model reads only text"),
-        ({"messages": [USER, ANSWER], "videos": ["a.mp4"]}, "field 'videos' holds videos"),
-        ({"messages": [USER, ANSWER], "audio": "a.wav"}, "field 'audio' holds audio"),
+        ({"messages": [USER, ANSWER], "videos": ["a.mp4"]}, "field 'videos': only text and images"),
+        ({"messages": [USER, ANSWER], "audio": "a.wav"}, "field 'audio': only text and images"),
         (
             {"messages": [{"role": "user", "content": "<image>Who?"}, ANSWER]},
             "placeholder <image>, and the row has no image",

@@ -300,7 +300,7 @@ def test_bad_pictures_are_named_with_their_row(models: dict[str, Path], name: st
         (conversation([{"type": "image", "image": 7}, TEXT]), "messages[0].content[0] must be the path of an image"),
         ({"messages": [user("Who?"), {**ANSWER, "content": [PART, TEXT]}], "images": ["a.png"]}, "only prompts may have images"),
         ({"messages": [{**user("Who?"), "images": ["a.png"]}, ANSWER]}, "write them in the field 'images' of the row"),
-        (conversation("<image>Who?", images=["a.png"], videos=["a.mp4"]), "field 'videos' holds videos"),
+        (conversation("<image>Who?", images=["a.png"], videos=["a.mp4"]), "field 'videos': only text and images"),
         (conversation([{"type": "video", "video": "a.mp4"}, TEXT]), "part of type 'video'; only text and images"),
         (conversation("See `<image>`."), "the token <image>, which the model reads as an image"),
     ],

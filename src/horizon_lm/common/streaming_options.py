@@ -152,7 +152,8 @@ OPTION_TEXTS = {
     "capability 8.9 or later, weights in bf16; a CPU emulates it); gradients of weights stay in bf16. plain: all as in Hugging Face.",
     "check_gradients": "Number of blocks whose gradients are compared with plain autograd, on the device and with the first batch; 0 for none.",
     "attn_implementation": "Attention implementation of transformers, such as sdpa, or varlen, which computes no attention to padding or to other "
-    "packed rows. Default: the model's, but not eager for a model with sinks; on CUDA, varlen replaces sdpa if the model allows it.",
+    "packed rows. Default: the model's, but not eager for a model with sinks; on CUDA, varlen replaces sdpa if the model was proven with it "
+    "and has neither a tower nor a ``score``.",
     "allow_unproven_model": "Allow a model type or feature that is not verified against plain autograd (docs/generated/models.md).",
     "model_name_or_path": "Model to start from: a Hugging Face folder or a hub id.",
     "gguf_file": "GGUF file in the model's folder to read the weights from. Decoding it needs memory for the whole model, in addition.",

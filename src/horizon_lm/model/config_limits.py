@@ -26,7 +26,7 @@ _LIMITS = (
 
 
 _MAX_EDGE = 4_096  # pixels along an edge; published processors scale to up to 2,048
-_PROCESSOR_LIMITS = (  # the smallest and the largest value of a setting; its product with others is what is allocated
+_PROCESSOR_LIMITS = (  # by the end of a setting's name: its smallest and its largest value; what is allocated is a product of several
     (re.compile(r"(edge|height|width|size)$"), 1, _MAX_EDGE),
     (re.compile(r"pixels$"), 0, 2**26),  # published processors have up to 2**24
     (re.compile(r"(patches|tiles|crops|splits)$"), 0, 4_096),  # published processors have up to 2,048
@@ -68,7 +68,7 @@ def require_sane_processor(path: Path) -> None:
     """Raise ConfigError if the file of a processor of images cannot be read, or has a size to which no processor scales images."""
     for name, kind, value in _processor_numbers(read_settings(path)):
         limits = next(((low, high) for pattern, low, high in _PROCESSOR_LIMITS if pattern.search(kind)), None)
-        if limits is not None and not limits[0] <= value <= limits[1]:  # nor is NaN
+        if limits is not None and not limits[0] <= value <= limits[1]:  # also rejects NaN, which is in no range
             raise ConfigError(f"{path}: {name} is {value:,}, but must be from {limits[0]} to {limits[1]:,}; correct it")
 
 

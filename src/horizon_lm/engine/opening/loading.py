@@ -85,7 +85,7 @@ def stream(
         check_recompute: compare each recomputed output with the one of the forward pass; keeps all outputs, for tests.
         attn_implementation: attention implementation of transformers, such as sdpa, or varlen, which computes no
             attention to padding or to other packed rows. Default: the model's, but not eager for a model with sinks; on
-            CUDA, varlen replaces sdpa if the model allows it.
+            CUDA, varlen replaces sdpa if the model was proven with it and has neither a tower nor a ``score``.
         check_gradients: number of blocks whose gradients are compared with plain autograd, on the device and with the
             first batch; 0 for none. The first difference raises GradientMismatchError.
         allow_unproven_model: allow a model type or feature that is not verified against plain autograd

@@ -14,7 +14,7 @@ from horizon_lm.runs.data.row_images import COLUMNS
 
 ROWS_INSPECTED = 1000  # rows of a dataset that are searched for optional and for unused fields
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
-_MEDIA_FIELDS = {"video": "videos", "videos": "videos", "audio": "audio", "audios": "audio"}
+_MEDIA_FIELDS = ("video", "videos", "audio", "audios")
 _KTO_FIELDS = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
 _ANSWER_FIELDS = ("completion", "messages", "conversations", "output", "answer")
 # A tag of HTML has an end, or is quoted where it is talked about. `<image>` is no tag of HTML, but `<video>` and `<audio>` are,
@@ -93,10 +93,10 @@ def _num_chars(value: Any) -> int:
 
 def _reject_other_rows(row: Mapping[str, Any], objective: str) -> None:
     """Raise RowError for a row, with renamed fields, that holds audio or videos, or that is for another objective."""
-    for name, kind in _MEDIA_FIELDS.items():
+    for name in _MEDIA_FIELDS:
         if row.get(name):
             raise RowError(
-                f"field {name!r} holds {kind}, and only text and images are supported; drop the row, or remove the field if its text stands alone"
+                f"field {name!r}: only text and images are supported; drop the row, or remove the field if its text stands alone"
             )
     if objective == "dpo":
         return

@@ -1,6 +1,6 @@
 """Read the images of rows: from files beside the rows, from the rows themselves, or from the web; and decode them within limits.
 
-Rows come from strangers. A path may not leave the folder of the rows, an address is contacted only if the user allows it, and an image
+Rows come from untrusted sources. A path may not leave the folder of the rows, an address is contacted only if the user allows it, and an image
 is decoded only if its format is a plain one and its header names few pixels.
 """
 
