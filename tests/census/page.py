@@ -46,7 +46,7 @@ _ABOUT_IMAGES = """Rows with images are given to a model as its processor would 
 | training | gradients added up, the loss in evaluation mode, and the loss after saving (within 1e-5); three steps of AdamW, one of them on text; all weights that transformers loads from what was saved after a step |
 | micro | `device_micro_batch_size=1` on rows with one image, with several, and with none, within 1e-5 |
 
-An empty cell is a feature that is not proven; a type with `one` and `micro` alone was compared with one image a row. Without `one`, rows with images are rejected by name; without `micro`, so are micro-batches of them. The other columns reject nothing."""
+An empty cell is a feature that is not proven. Without `one`, rows with images are rejected by name; without `micro`, so are micro-batches of them. The other columns reject nothing."""
 _IMAGE_COLUMNS = ("one", "several", "mixed", "frozen", "training", "micro")
 _COLUMNS = ("type", "class", "head", "micro", "hidden", "generate", "varlen", "ties", "aux", "shared")
 _TITLES = {
