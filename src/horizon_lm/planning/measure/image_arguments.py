@@ -15,7 +15,7 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.skeletons import meta_copy
 from horizon_lm.model.trial import TrialDoneError
 from horizon_lm.planning.measure.block_probe import output_on_meta
-from horizon_lm.planning.measure.image_costs import RowsWithImages
+from horizon_lm.planning.measure.image_costs import RowsWithImages, rows_with_images
 from horizon_lm.planning.measure.meta_recorder import Recorder
 from horizon_lm.planning.measure.pass_trial import PassTrial
 
@@ -45,15 +45,12 @@ def rows_from_config(parts: ModelParts, per_row: int, max_pixels: int | None) ->
         tokens = _num_tokens(parts, one)
     except Exception as error:  # the model's own code may raise any exception on arguments of another form
         raise ConfigError(_unknown(name, first_line(error))) from error
-    calls = []
-    for rows in (1, 2):
-        ids = torch.tensor([[0, *[token] * tokens, 0]] * rows)
-        mask = torch.ones_like(ids)
-        mask[0, -1] = 0  # a padded token lets transformers make a mask
+
+    def images_of(ids: torch.Tensor, _: torch.Tensor) -> dict[str, torch.Tensor]:
         marks = {each: (ids == token).long() for each in _MARKS if each in takes}
-        pixels = {key: torch.cat([value] * rows) for key, value in one.items()}
-        calls.append({"input_ids": ids, "attention_mask": mask, **marks, **pixels})
-    return RowsWithImages(per_row, calls[0], calls[1], tokens, frozenset(one), note)
+        return marks | {key: torch.cat([value] * len(ids)) for key, value in one.items()}
+
+    return rows_with_images(per_row, [token] * tokens, images_of, note)
 
 
 def _pixels(vision: Any, is_cut: bool, max_pixels: int | None, name: str) -> tuple[dict[str, torch.Tensor], str]:

@@ -5,7 +5,7 @@ image, decide the shapes of others. Its matrix products are not computed. It run
 linear in the rows. The blocks run on the meta device, as those of the decoder do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
@@ -46,6 +46,28 @@ class RowsWithImages:
     tokens: int
     modal: frozenset[str]
     note: str = ""
+
+
+def rows_with_images(
+    per_row: int, tokens: Sequence[int], images_of: Callable[[torch.Tensor, torch.Tensor], Call], note: str = ""
+) -> RowsWithImages:
+    """Return rows of a plan.
+
+    Args:
+        per_row: images of a row.
+        tokens: the tokens of an image.
+        images_of: function from the ids and the mask of rows with an image each, (rows, T), to the arguments for images.
+        note: as in `ImageCosts`.
+    """
+    calls, modal = list[Call](), frozenset[str]()
+    for rows in (1, 2):
+        ids = torch.tensor([[0, *tokens, 0]] * rows)
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0  # a padded token lets transformers make a mask
+        made = images_of(ids, mask)
+        modal = frozenset(name for name in made if not name.endswith("token_type_ids"))
+        calls.append({"input_ids": ids, "attention_mask": mask, **made})
+    return RowsWithImages(per_row, calls[0], calls[1], len(tokens), modal, note)
 
 
 @dataclass(slots=True)

@@ -4,12 +4,10 @@ import copy
 import math
 from pathlib import Path
 
-import torch
-
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.measure.image_arguments import rows_from_config
-from horizon_lm.planning.measure.image_costs import RowsWithImages
+from horizon_lm.planning.measure.image_costs import RowsWithImages, rows_with_images
 from horizon_lm.runs.admission.inputs import Source
 from horizon_lm.runs.config import RunConfig, TextConfig
 from horizon_lm.runs.data.vision import Vision
@@ -52,12 +50,4 @@ def _rows_of(vision: Vision, per_row: int, max_pixels: int | None) -> RowsWithIm
     image = vision.scaled(Image.new("RGB", (side, side)))
     text = vision.expand(processor.image_token, [image]).text
     tokens = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-    calls, modal = [], frozenset[str]()
-    for rows in (1, 2):
-        ids = torch.tensor([[0, *tokens, 0]] * rows)
-        mask = torch.ones_like(ids)
-        mask[0, -1] = 0  # a padded token lets transformers make a mask
-        made = vision.inputs([[image]] * rows, ids, mask)
-        modal = frozenset(name for name in made if not name.endswith("token_type_ids"))
-        calls.append({"input_ids": ids, "attention_mask": mask, **made})
-    return RowsWithImages(per_row, calls[0], calls[1], len(tokens), modal)
+    return rows_with_images(per_row, tokens, lambda ids, mask: vision.inputs([[image]] * len(ids), ids, mask))
