@@ -269,17 +269,15 @@ def print_version(wanted: bool) -> None:
     raise typer.Exit
 
 
-def vision_of(request: Any) -> Any:
+def find_vision(request: Any) -> Any:
     """Return the processor of the images of a model that is to be opened (an `OpenRequest`); None if it reads only text."""
     from horizon_lm.engine.opening.model_opening import find_folder
     from horizon_lm.model.hf_config import load_config
     from horizon_lm.model.source import ModelSource
-    from horizon_lm.runs.data.vision import Vision, takes_images
+    from horizon_lm.runs.data.vision import vision_of
 
     if request.gguf_file is not None:
         return None
     _, folder = find_folder(request)  # of the base, if the model is a folder of adapters
     trusts = request.trust_remote_code
-    config = load_config(folder, trusts)
-    reads_images = takes_images(ModelSource(config, str(folder), folder, trust_remote_code=trusts).skeleton())
-    return Vision(folder, config, trust_remote_code=trusts) if reads_images else None
+    return vision_of(ModelSource(load_config(folder, trusts), str(folder), folder, trust_remote_code=trusts))

@@ -180,7 +180,7 @@ def eval(
     if apply_chat_template:
         require_template(tokenizer)
     has_images = any(getattr(task, "MULTIMODAL", False) for task in loaded)
-    vision = common.vision_of(request) if has_images else None
+    vision = common.find_vision(request) if has_images else None
     if has_images:
         _require_images(loaded, model, vision)
     processor = None if vision is None else vision.processor

@@ -55,7 +55,7 @@ def _with_images(request: Any, tokenizer: Any, text: str, images: list[str], sys
     """Return the inputs of a prompt with images; raise ConfigError if the model does not read images."""
     from horizon_lm.runs.training.image_prompts import prompt_with_images
 
-    vision = common.vision_of(request)
+    vision = common.find_vision(request)
     if vision is None:
         raise ConfigError(f"--image: {request.name} reads only text; remove it, or name a model of images and text")
     return prompt_with_images(tokenizer, vision, text, images, system)

@@ -20,9 +20,10 @@ from horizon_lm.runs.config import RunConfig
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.data.findings import reject_errors
 from horizon_lm.runs.data.tokenize import RowFlag
+from horizon_lm.runs.data.vision import vision_of
 from horizon_lm.runs.training.rows import RunData, load_data
 from horizon_lm.runs.training.samples import end_line
-from horizon_lm.runs.training.setup import load_tokenizer, vision_of
+from horizon_lm.runs.training.setup import load_tokenizer
 
 _TRAINED, _CONTEXT, _SPECIAL, _IMAGE, _PADDING = "bold green", "", "magenta", "cyan", "dim"
 
@@ -100,7 +101,8 @@ def inspect_run(config: RunConfig) -> Inspection:
     model = fetch_source(config).model
     tokenizer = load_tokenizer(config, model)
     skeleton = model.skeleton()
-    data = load_data(config, tokenizer, positions_of(skeleton), vision=vision_of(config, model))
+    vision = vision_of(model, config.image_max_pixels, config.image_min_pixels)
+    data = load_data(config, tokenizer, positions_of(skeleton), vision=vision)
     return Inspection(config, tokenizer, data, skeleton.generation_config)
 
 

@@ -32,7 +32,7 @@ class ModelSource:
     ) -> None:  # fmt: skip
         self.config, self.place, self.folder = copy.deepcopy(config), place, folder
         self.quantization = take_quantization(self.config)
-        self.attn_implementation = attn_implementation
+        self.attn_implementation, self.trust_remote_code = attn_implementation, trust_remote_code
         self._options = {
             "model_class": model_class, "trust_remote_code": trust_remote_code,
             "attn_implementation": attn_implementation, "dtype": dtype,

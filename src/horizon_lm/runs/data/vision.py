@@ -16,6 +16,7 @@ import xxhash
 
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model.config_limits import require_sane_processor
+from horizon_lm.model.source import ModelSource
 from horizon_lm.runs.data.answer_spans import Span
 from horizon_lm.runs.data.conversations import RowError
 from horizon_lm.runs.data.image_files import ImageBytes, ImageFiles, decode, require_pillow
@@ -248,6 +249,16 @@ def _images_only(config: Any) -> Any:
 
     ImagesOnly.__name__ = known.__name__
     return ImagesOnly
+
+
+def vision_of(model: ModelSource, max_pixels: int | None = None, min_pixels: int | None = None) -> Vision | None:
+    """Return the processor of the images of a model whose files are on this machine; None if it reads only text. For the limits, see
+    `Vision`.
+    """
+    assert model.folder is not None
+    if not takes_images(model.skeleton()):
+        return None
+    return Vision(model.folder, model.config, max_pixels, min_pixels, model.trust_remote_code)
 
 
 def takes_images(model: Any) -> bool:

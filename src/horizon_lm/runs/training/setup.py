@@ -20,7 +20,6 @@ from horizon_lm.runs.config import DpoConfig, RunConfig, TextConfig
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.data.chat_template import read_template
 from horizon_lm.runs.data.tokenizer_opening import open_tokenizer
-from horizon_lm.runs.data.vision import Vision, takes_images
 from horizon_lm.runs.training.energy import EnergyMeter
 from horizon_lm.runs.training.objectives import Objectives
 from horizon_lm.runs.training.reporter import Reporter
@@ -64,15 +63,6 @@ def load_tokenizer(config: RunConfig, model: ModelSource) -> Any:
     if config.chat_template_path is not None:
         tokenizer.chat_template = _chat_template(config.chat_template_path)
     return tokenizer
-
-
-def vision_of(config: RunConfig, model: ModelSource) -> Vision | None:
-    """Return the processor of the images of a run's rows; None if the model reads only text."""
-    assert model.folder is not None
-    if not takes_images(model.skeleton()):
-        return None
-    limits = config.image_max_pixels, config.image_min_pixels
-    return Vision(model.folder, model.config, *limits, trust_remote_code=config.trust_remote_code)
 
 
 def _chat_template(path: str) -> Any:

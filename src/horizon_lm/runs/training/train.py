@@ -20,7 +20,7 @@ from horizon_lm.runs.config import RunConfig, TextConfig
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.data.findings import reject_errors
-from horizon_lm.runs.data.vision import Vision
+from horizon_lm.runs.data.vision import Vision, vision_of
 from horizon_lm.runs.training import resume, setup
 from horizon_lm.runs.training.best_model import require_known_metric
 from horizon_lm.runs.training.callbacks import Callbacks
@@ -130,7 +130,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     tokenizer = setup.load_tokenizer(config, source)
     reporter.print(*setup.check_weights(config, source))
     day = ranks.of_first("the date of the run", resume.day_of_run(point))
-    vision = setup.vision_of(config, source)
+    vision = vision_of(source, config.image_max_pixels, config.image_min_pixels)
     data = _read_rows(session, given, point, config, tokenizer, vision, positions_of(source.skeleton()), day)
     sampler = data.loader.sampler
     num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
