@@ -16,7 +16,6 @@ import xxhash
 
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model.config_limits import require_sane_processor
-from horizon_lm.model.source import ModelSource
 from horizon_lm.runs.data.answer_spans import Span
 from horizon_lm.runs.data.conversations import RowError
 from horizon_lm.runs.data.image_files import ImageBytes, ImageFiles, decode, require_pillow
@@ -24,6 +23,8 @@ from horizon_lm.runs.data.table_cache import digest
 
 if TYPE_CHECKING:
     import torch
+
+    from horizon_lm.model.source import ModelSource
 
 _FILES = ("preprocessor_config.json", "processor_config.json")  # that say how images are processed
 _VIDEOS = "video_preprocessor_config.json"  # read by transformers whenever it opens the whole processor
@@ -251,7 +252,7 @@ def _images_only(config: Any) -> Any:
     return ImagesOnly
 
 
-def vision_of(model: ModelSource, max_pixels: int | None = None, min_pixels: int | None = None) -> Vision | None:
+def vision_of(model: "ModelSource", max_pixels: int | None = None, min_pixels: int | None = None) -> Vision | None:
     """Return the processor of the images of a model whose files are on this machine; None if it reads only text. For the limits, see
     `Vision`.
     """
