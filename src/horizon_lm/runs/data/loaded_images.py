@@ -41,17 +41,11 @@ class ImagesOfRows:
         """
         if not expected:
             return []
-        place = self.source.place(index)
+        references = _images_of(self.reader.read(self.source.row(index)), sequence)
         try:
-            loaded = self.pictures.load(_images_of(self.reader.read(self.source.row(index)), sequence))
+            return [each.pixels for each in self.pictures.load(references, expected)]
         except RowError as error:
-            raise DataError(f"{place}: {error}") from error
-        changed = [now.name for now, then in zip(loaded, expected, strict=True) if now.hash != then.hash]
-        if changed:
-            raise DataError(
-                f"{place}: image {changed[0]!r} has changed since the run began; restore it, or begin a new run"
-            )
-        return [each.pixels for each in loaded]
+            raise DataError(f"{self.source.place(index)}: {error}") from error
 
     def inputs(
         self, images: Sequence[Sequence[Any]], input_ids: "torch.Tensor", attention_mask: "torch.Tensor"

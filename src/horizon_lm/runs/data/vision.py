@@ -327,24 +327,39 @@ class Pictures:
     vision: Vision
     files: ImageFiles
 
-    def load(self, references: Sequence[Any]) -> list[LoadedImage]:
-        """Return the images that a row refers to; raise RowError if one cannot be read, or must not be."""
+    def load(self, references: Sequence[Any], expected: Sequence[TokenImage] | None = None) -> list[LoadedImage]:
+        """Return the images that a row refers to.
+
+        Args:
+            references: of the row.
+            expected: the images as they were when the row was tokenized; None if it has not been.
+
+        Raises:
+            RowError: one cannot be read, must not be, or has changed.
+        """
         if references:
             require_pillow()
-        return [self._load(reference) for reference in references]
+        hashes = [None] * len(references) if expected is None else [image.hash for image in expected]
+        return [self._load(*each) for each in zip(references, hashes, strict=True)]
 
-    def _load(self, reference: Any) -> LoadedImage:
+    def _load(self, reference: Any, expected: str | None) -> LoadedImage:
         try:
             image: ImageBytes = self.files.read(reference)
+            content = self._hash(image)
+            name = image.name if len(image.name) < 80 else f"{image.name[:77]}..."
+            if expected not in (None, content):  # before it is decoded: a file that is being written is no picture
+                raise RowError(f"image {name!r} has changed since the run began; restore it, or begin a new run")
             pixels = self.vision.scaled(decode(image))
         except RowError as error:
             error.file = self.files.place_of(reference)
             raise
+        state = "" if image.file is None else file_state(image.file)
+        return LoadedImage(content, str(image.file or ""), state, name, pixels)
+
+    def _hash(self, image: ImageBytes) -> str:
         content = xxhash.xxh3_128(image.content)
         content.update(digest(self.vision.dependencies).encode())
-        state = "" if image.file is None else file_state(image.file)
-        name = image.name if len(image.name) < 80 else f"{image.name[:77]}..."
-        return LoadedImage(content.hexdigest(), str(image.file or ""), state, name, pixels)
+        return content.hexdigest()
 
 
 def file_state(file: Path) -> str:
