@@ -13,6 +13,7 @@ from horizon_lm.model.files import checkpoint_loader
 from horizon_lm.runs.training.bad_rows import search_by_halving
 from horizon_lm.runs.training.train import train
 from tests.e2e import tiny
+from tests.support.image_models import picture, save_llava
 
 ESCAPES = "Z\x1b]0;title\x07\x7f"  # a token whose embedding is poisoned, and what a terminal would obey
 
@@ -74,6 +75,27 @@ def test_a_loss_names_its_unit_row_and_micro_batch(poisoned: Path, tmp_path: Pat
     trained = [token for token, label in zip(sequence["input_ids"], sequence["labels"], strict=True) if label != -100]
     assert trained == [label for label in sequence["labels"] if label != -100]
     assert sequence["target_text"] in sequence["text"]
+
+
+def test_a_row_with_an_image_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images of a part of a batch are those of its rows."""
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.setattr(checkpoint_loader, "require_finite", lambda *args: None)
+    model = save_llava(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    table = next(tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    table[tiny.build_tokenizer()("Z")["input_ids"][0]] = float("inf")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    rows = []
+    for number in range(5):
+        picture(number).save(tmp_path / f"{number}.png")
+        places = "<image>" * (number % 3)
+        turns = ("user", f"{places}What is seen?{'Z' * (number == 3)}"), ("assistant", "Stars.")
+        messages = [{"role": role, "content": content} for role, content in turns]
+        rows.append({"messages": messages, "images": [f"{number}.png"] * (number % 3)})
+    with pytest.raises(NonFiniteError, match=r"It comes from row \d \(.*rows.jsonl:4\) of 5"):
+        run(model, tmp_path, rows, objective="sft", device_micro_batch_size=None)
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])

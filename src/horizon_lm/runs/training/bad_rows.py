@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from horizon_lm.common.constants import IGNORE_INDEX
 from horizon_lm.common.units import EMBED, HEAD, Unit, block
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.runs.data.batch import Batch
+from horizon_lm.runs.data.loader import collate
+from horizon_lm.runs.data.token_dataset import Row
 from horizon_lm.runs.objective.base import CustomObjective, Objective
 
 _MOST_SHOWN = 8  # rows, or micro-batches, in a sentence
@@ -48,7 +49,9 @@ class BadRows:
         return f"It comes from row {shown}{more} of {len(places)}, in {word} {held_by} of {self.num_micro_batches}."
 
 
-def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradient: bool) -> BadRows | None:
+def find_bad_rows(
+    model: Any, objective: Objective, batch: Batch, table: Sequence[Row], *, with_gradient: bool
+) -> BadRows | None:
     """Return the rows that make a step's loss, or its gradient, not finite. Gradients are empty afterwards.
 
     The batch is computed again with the present weights, and then the halves of each part that is not finite, down to single rows.
@@ -57,6 +60,7 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
         model: the streamed model.
         objective: the objective of the step.
         batch: the batch of the step.
+        table: the rows of its dataset.
         with_gradient: look at the gradient, not only at the loss.
 
     Returns:
@@ -66,12 +70,18 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
     updates_in_backward = engine_of(model).updates.optimizer_in_backward is not None
     if isinstance(objective, CustomObjective) or (with_gradient and updates_in_backward):
         return None
+
+    def part_of(rows: Sequence[int]) -> Batch:
+        """Return a batch of some rows of the batch, with the same padding."""
+        indices = [batch.rows[row] for row in rows]
+        return collate([table[index] for index in indices], indices, batch.input_ids.shape[1])
+
     model.zero_grad()  # a backward pass would add to the gradients of the step
     is_finite = _gradient_is_finite if with_gradient else _loss_is_finite
 
     def is_bad(rows: Sequence[int]) -> bool:
         """Return whether the loss or the gradient of a batch of these rows is not finite."""
-        part = select_rows(batch, rows)
+        part = part_of(rows)
         if not part.num_trained:  # its loss is a mean over nothing
             return False
         try:
@@ -83,7 +93,7 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
     num_sequences = len(batch.input_ids)
     micro_batch_size = engine_of(model).options.rows_at_once(num_sequences)
     micro_batches = sorted({index // micro_batch_size for index in _sequence_indices(batch, rows)})
-    unit = _first_bad_unit(model, objective, select_rows(batch, rows[:1])) if rows and not with_gradient else None
+    unit = _first_bad_unit(model, objective, part_of(rows[:1])) if rows and not with_gradient else None
     return BadRows(rows, micro_batches, -(-num_sequences // micro_batch_size), is_complete, unit)
 
 
@@ -108,20 +118,6 @@ def _sequence_indices(batch: Batch, rows: Sequence[int]) -> list[int]:
     """Return the indices of the sequences of some rows: one for each row, or a chosen and a rejected one, all chosen ones first."""
     num_rows = len(batch.places)
     return [start + row for start in range(0, len(batch.input_ids), num_rows) for row in rows]
-
-
-def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Return a batch of some rows of another, with the same padding."""
-    indices = torch.tensor(_sequence_indices(batch, rows))
-    labels = batch.labels[indices]
-    mask = None if batch.attention_mask is None else batch.attention_mask[indices]
-    positions = None if batch.position_ids is None else batch.position_ids[indices]
-    return replace(
-        batch, input_ids=batch.input_ids[indices], attention_mask=mask, position_ids=positions, labels=labels,
-        num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),  # nothing predicts the first token
-        num_tokens=labels.numel() if mask is None else int(mask.sum()),
-        rows=tuple(batch.rows[row] for row in rows), places=tuple(batch.places[row] for row in rows),
-    )  # fmt: skip
 
 
 def _loss_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:

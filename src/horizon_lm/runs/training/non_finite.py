@@ -29,7 +29,7 @@ class NonFinite:
         self._config, self._tokenizer, self._ranks = run.settings.config, run.tokenizer, run.session.ranks
         self._run_dir, self._reporter = run.session.run_dir, run.session.reporter
         self._model, self._objective = training.model, training.objectives.training
-        self._num_searches, self._own_loss = 0, 0.0
+        self._rows, self._num_searches, self._own_loss = run.data.loader.rows, 0, 0.0
 
     def check_loss(self, loss: HostCopy, step: int, batch: Batch) -> float:
         """Return the sum of all ranks' losses, and remember this rank's own. Raise NonFiniteError if the sum is NaN or infinite, unless
@@ -110,7 +110,7 @@ class NonFinite:
         if self._num_searches > _MOST_SEARCHES or self._ranks.size > 1:
             return None  # several ranks would have to run the same passes, but each has other rows
         try:
-            return find_bad_rows(self._model, self._objective, batch, with_gradient=with_gradient)
+            return find_bad_rows(self._model, self._objective, batch, self._rows, with_gradient=with_gradient)
         except Exception:  # the step is rejected anyway, and its error must not be replaced by one of the search
             return None
 
