@@ -7,8 +7,8 @@ so no tensor of size (T, T) exists. Rows with a single segment use torch's scale
 Shapes: B batch, T tokens, D head dimension; queries are (B, heads, T, D).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from horizon_lm.model.segment_attention import Offsets, causal, segment_attentio
 from horizon_lm.model.sink_attention import sink_attention
 
 NAME = "varlen"
+_AXES = 3  # of the positions of images: time, height and width
 LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean mask for a single row of 32k tokens
 _offsets_of_thread = OfThread(None)  # offsets of the segments of those rows that this thread computes
 _without_kernels = OfThread(False)  # this thread computes segments one by one, without kernels for them
@@ -66,8 +67,11 @@ def find_segments(
     """Return the segments of a batch, or None if every row is a single segment.
 
     A segment ends where the mask (B, T) changes between tokens and padding. In a batch without a mask it ends where
-    positions (B, T) or (1, T) do not increase by one, which is Hugging Face's convention for packed rows.
+    positions (B, T) or (1, T) do not increase by one, which is Hugging Face's convention for packed rows. For models that
+    give images positions of their own, these are the first of four or more, (4, B, T).
     """
+    if position_ids is not None and position_ids.ndim == 3 and len(position_ids) > _AXES:
+        position_ids = position_ids[0]
     # (B, T - 1): whether a segment ends between a token and the next one.
     if attention_mask is not None:
         changes = attention_mask[:, 1:].cpu() != attention_mask[:, :-1].cpu()
@@ -287,9 +291,37 @@ def choose(model: Any, wanted: str | None, prefers_varlen: bool) -> str:
             wanted = attention_with_sinks.NAME
     if wanted == NAME:
         require_varlen(model)
-    if wanted is not None and wanted != present:
+        _use_in_decoder(model)
+    elif wanted is not None and wanted != present:
         model.set_attn_implementation(wanted)
     return wanted or present
+
+
+def _use_in_decoder(model: Any) -> None:
+    """Let the decoder of a model use varlen; towers, which attend in both directions, use what transformers chooses for them."""
+    from transformers import PreTrainedModel
+
+    text = model.config.get_text_config()
+    for module in (each for each in model.modules() if isinstance(each, PreTrainedModel)):
+        if module.config is not text and module.config._attn_implementation == NAME:
+            module.config._attn_implementation = {"": module.get_correct_attn_implementation(None)}
+    text._attn_implementation = NAME  # a dictionary names configs inside the config, and the empty name is its own
+
+
+@contextmanager
+def making_masks(model: Any) -> Iterator[None]:
+    """Context manager: let the code around the blocks of a model make masks, whatever computes its attention."""
+    from transformers import PreTrainedModel
+
+    configs = {id(each.config): each.config for each in model.modules() if isinstance(each, PreTrainedModel)}.values()
+    used = [config._attn_implementation for config in configs]
+    for config, name in zip(configs, used, strict=True):
+        config._attn_implementation = {"": name if name in ("eager", attention_with_sinks.NAME) else "sdpa"}
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, used, strict=True):
+            config._attn_implementation = {"": name}
 
 
 def require_varlen(model: Any) -> None:

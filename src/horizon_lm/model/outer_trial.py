@@ -3,20 +3,25 @@
 How this code uses the blocks cannot be derived from their names, so it is found by a trial.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from horizon_lm.common.units import EMBED, OUTER
 from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model import attention
 from horizon_lm.model.functional import Place
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.trial import Call, answers_of, hidden_of, outer_weights, trial
 
 _ROWS, _LENGTH = 2, 5
+_IMAGE_TOKENS = ("image_token_id", "image_token_index")
 # What blocks return: hidden states, alone or first in a tuple.
 _STRUCTURES: tuple[Callable[[torch.Tensor], Any], ...] = (
     lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None), lambda hidden: (hidden, None, None),
@@ -58,14 +63,56 @@ def require_each_block_once(parts: ModelParts, found: OuterTrial | None) -> None
 
 def try_outer(parts: ModelParts) -> OuterTrial | None:
     """Run a model's trunk on text and return its behavior, or None if it cannot be run."""
+    ids = torch.ones((_ROWS, _LENGTH), dtype=torch.long)
     for trunk in parts.trunks():
         for structure in _STRUCTURES:
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    return _run_trunk(parts, trunk, structure)
+                    return _run_trunk(parts, trunk, structure, {"input_ids": ids}, random_weights(parts))
             except Exception:  # this module is not a trunk, or its blocks return another structure
                 continue
     return None
+
+
+def require_causal_images(parts: ModelParts) -> None:
+    """Raise ModelNotSupportedError if tokens of an image see later ones, as those of a text never do.
+
+    The model's outer code is run on tokens that are marked as those of an image, without the image.
+    """
+    trunk = parts.trunks()[0]
+    marks = torch.tensor([[0, *[1] * (_LENGTH - 2), 0]] * _ROWS)
+    takes, config = inspect.signature(type(trunk).forward).parameters, parts.model.config
+    token = next((value for name in _IMAGE_TOKENS if isinstance(value := getattr(config, name, None), int)), 1)
+    inputs = {"input_ids": torch.where(marks == 1, token, 1)}
+    inputs |= {name: marks for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+    # One zero that is read everywhere; some models look the embedding of padding up by themselves.
+    zeros = [*outer_weights(parts, lambda ref: torch.zeros(()).expand(ref.param.shape), units=(OUTER, EMBED))]
+    reason = "the model cannot be tried without an image"
+    for structure in _STRUCTURES:
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), attention.making_masks(parts.model):
+                calls = _run_trunk(parts, trunk, structure, inputs, zeros).calls
+        except Exception:  # blocks return another structure
+            continue
+        if not any(mask.triu(1).any() for call in calls.values() for mask in seen_in(call, _LENGTH)):
+            return
+        reason = "their tokens see later ones"
+        break
+    raise ModelNotSupportedError(
+        f"{type(parts.model).__name__}: attn_implementation='varlen' is not possible for images: {reason}; choose sdpa"
+    )
+
+
+def seen_in(call: Call, length: int) -> Iterator[torch.Tensor]:
+    """Yield the masks among the arguments of a block as booleans, True where a token sees another one: (B, heads, T, T), T = ``length``."""
+    for leaf in pytree.tree_leaves(call):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim == 4 and leaf.shape[-2:] == (length, length):
+            yield seen(leaf)
+
+
+def seen(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask as booleans, True where a token sees another one; of a mask that is added to scores, where it is not the least number."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 class _StandIns:
@@ -92,20 +139,22 @@ class _StandIns:
         return output
 
 
-def _run_trunk(parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor], Any]) -> OuterTrial:
-    """Run the trunk once on text, with stand-ins for its blocks that return their input (B, T, H) in the given structure.
+def _run_trunk(
+    parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor], Any], inputs: Mapping[str, torch.Tensor],
+    weights: Iterable[Place],
+) -> OuterTrial:  # fmt: skip
+    """Run the trunk once on inputs, with stand-ins for its blocks that return their input (B, T, H) in the given structure.
 
     The trunk's own code may raise any exception; ValueError is raised if its output shows that blocks return another structure.
     """
-    ids = torch.ones((_ROWS, _LENGTH), dtype=torch.long)
     record = _StandIns(structure)
     answers = answers_of(parts.blocks, record.block)
     answers[parts.embed] = lambda ids: torch.randn(*ids.shape, parts.hidden)
     if parts.final_norm is not None:
         width = next(iter(parts.final_norm.parameters())).shape[-1]
         answers[parts.final_norm] = partial(record.norm, width)
-    with trial(answers, random_weights(parts)):
-        output = hidden_of(type(trunk).forward(trunk, input_ids=ids, use_cache=False))  # type: ignore[attr-defined]
+    with trial(answers, weights):
+        output = hidden_of(type(trunk).forward(trunk, **inputs, use_cache=False))  # type: ignore[attr-defined]
     if output.ndim != 3 or record.last.ndim < 3:
         raise ValueError("hidden states have lost a dimension: blocks return something else")
     norm_is_last = False

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.common.units import OUTER
+from horizon_lm.common.units import OUTER, Unit
 from horizon_lm.model.functional import Place, in_place
 from horizon_lm.model.parts import ModelParts, ParamRef
 
@@ -61,10 +61,13 @@ def answers_of(blocks: Iterable[nn.Module], answer: Answer) -> dict[nn.Module, A
 
 
 def outer_weights(
-    parts: ModelParts, make: Callable[[ParamRef], torch.Tensor], left_out: Collection[str] = ()
+    parts: ModelParts,
+    make: Callable[[ParamRef], torch.Tensor],
+    left_out: Collection[str] = (),
+    units: Iterable[Unit] = (OUTER,),
 ) -> Iterator[Place]:
-    """Yield a tensor for each outer parameter of a model, made by a function, with the places that it is read from."""
-    for ref in parts.units[OUTER]:
+    """Yield a tensor for each parameter of some units of a model, made by a function, with the places that it is read from."""
+    for ref in (ref for unit in units for ref in parts.units[unit]):
         if ref.name not in left_out:
             tensor = make(ref)
             yield from ((module, attribute, tensor) for module, attribute in ref.places)

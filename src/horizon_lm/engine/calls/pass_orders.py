@@ -15,7 +15,9 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import Batch
 from horizon_lm.engine.passes.forward_state import PassOrder
 from horizon_lm.errors import StreamingError
+from horizon_lm.model import attention
 from horizon_lm.model.block_template import structure_key
+from horizon_lm.model.outer_trial import require_causal_images
 from horizon_lm.model.skeletons import meta_copy
 from horizon_lm.planning.measure.block_probe import output_on_meta
 from horizon_lm.planning.measure.pass_trial import PassTrial
@@ -82,6 +84,8 @@ class PassOrders:
     def _find(self, batch: Batch, recording: bool) -> PassOrder:
         """Run the model's code around its blocks on a batch, and return the order in which it calls them."""
         engine = self._engine
+        if batch.modal and engine.parts.model.config.get_text_config()._attn_implementation == attention.NAME:
+            require_causal_images(engine.parts)
         found = PassTrial(
             engine.parts, self._call_model, engine.options.compute_dtype, engine.device.torch_device, self._output_on_meta, recording
         )  # fmt: skip
