@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
+from horizon_lm.model.packed_positions import packed_positions, rope_index_of
 from tests.census.images import _image_token
 
 Size = tuple[int, int]  # height and width of an image in patches
@@ -31,6 +32,21 @@ def batches_of(model: Any, rows: Sequence[Sequence[Size]] = ROWS) -> tuple[Batch
     images = [[_image(model, size, generator) for size in row] for row in rows]
     ids = [_ids(model, each, generator) for each in images]
     return _batch(model, ids, images), [_batch(model, [row], [own]) for row, own in zip(ids, images, strict=True)]
+
+
+def packed_of(model: Any, rows: Sequence[Sequence[Size]] = ROWS) -> Batch:
+    """Return the rows of `batches_of` packed into one row, with positions that restart with each of them. Nothing predicts its first token."""
+    apart, _ = batches_of(model, rows)
+    mask = apart["attention_mask"].bool()
+    positions = mask.cumsum(1)[mask][None] - 1
+    packed = {name: tokens[mask][None] for name, tokens in apart.items() if tokens.shape == mask.shape}
+    packed |= {name: tensor for name, tensor in apart.items() if name not in packed}
+    del packed["attention_mask"]
+    packed["labels"].masked_fill_(positions == 0, -100)
+    rope_index = rope_index_of(model)
+    if rope_index is not None:
+        positions = packed_positions(rope_index, packed["input_ids"], positions, packed)
+    return packed | {"position_ids": positions}
 
 
 def _batch(model: Any, ids: Sequence[torch.Tensor], images: Sequence[Sequence[Batch]]) -> Batch:

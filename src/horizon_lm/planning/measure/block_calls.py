@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from horizon_lm.common.units import EMBED, OUTER
 from horizon_lm.model.block_template import structure_key
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.routed_experts import RoutedExperts
@@ -115,7 +116,8 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool,
         alike.setdefault(structure_key(parts.blocks[index]), []).append(index)
     copies = {first: meta_copy(parts.blocks[first]) for first, *_ in alike.values()}  # without replaced forward methods
     copy_of_each = {index: copies[indices[0]] for indices in alike.values() for index in indices}
-    recorded = [_record(parts, copy_of_each, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
+    with _short_window(parts, length):
+        recorded = [_record(parts, copy_of_each, dtype, _batch(rows, tokens, masked)) for rows, tokens in _shapes()]
     return [
         _generalize(
             [calls[indices[0]] for calls in recorded], block=copies[indices[0]], indices=tuple(indices),
@@ -173,15 +175,14 @@ def _extent(number: int, more_rows: int, more_tokens: int) -> _Extent:
 
 
 def call_of_each_block(parts: ModelParts, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]) -> dict[int, Call]:
-    """Return the arguments of each block of the decoder in one forward pass, as tensors with values.
+    """Return the arguments of each block in one forward pass, as tensors with values.
 
     Args:
         parts: parts of a skeleton.
         dtype: dtype of hidden states.
-        inputs: inputs of the model, with ``input_ids`` (B, T).
+        inputs: inputs of the model.
     """
-    kinds = {index: meta_copy(parts.blocks[index]) for index in parts.decoder_blocks}
-    return _record(parts, kinds, dtype, inputs, inputs["input_ids"].shape[1])
+    return _record(parts, {index: meta_copy(module) for index, module in enumerate(parts.blocks)}, dtype, inputs)
 
 
 def _batch(rows: int, tokens: int, masked: bool) -> dict[str, torch.Tensor]:
@@ -197,7 +198,6 @@ def _record(
     kinds: Mapping[int, nn.Module],
     dtype: torch.dtype,
     inputs: Mapping[str, torch.Tensor],
-    length: int,
 ) -> dict[int, Call]:
     """Return the arguments of each block in one forward pass, which ends at the last block.
 
@@ -206,7 +206,6 @@ def _record(
         kinds: for the index of each block, a block of the same structure, which is run on the meta device for the shape of its output.
         dtype: dtype of hidden states.
         inputs: inputs of the model.
-        length: tokens of the rows that are planned for, by which a sliding window is shortened.
     """
     calls: dict[int, Call] = {}
     outputs: dict[nn.Module, Any] = {}
@@ -229,7 +228,8 @@ def _record(
 
     answers = answers_of(parts.blocks, answer)
     answers[parts.embed] = lambda ids: torch.zeros((*ids.shape, parts.hidden), dtype=dtype)
-    with trial(answers, outer_weights(parts, zero)), _short_window(parts, length), torch.no_grad():
+    # Some models look the embedding of padding up by themselves.
+    with trial(answers, outer_weights(parts, zero, units=(OUTER, EMBED))), torch.no_grad():
         parts.model(**{"use_cache": False, **inputs})  # the last block ends this context by TrialDoneError
         raise AssertionError("the last block was not reached")
     return calls

@@ -1,13 +1,11 @@
 """Derive a `ModelOutline` for the planner from a model without weights."""
 
 import copy
-import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from horizon_lm.common.units import HEAD, block
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
@@ -26,6 +24,7 @@ from horizon_lm.model.float8.layers import use_float8
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.laid_out import model_layout
+from horizon_lm.model.outer_trial import require_causal_images
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.proven import IMAGES, IMAGES_IN_MICRO_BATCHES
 from horizon_lm.model.routed_experts import (
@@ -48,6 +47,9 @@ from horizon_lm.planning.arithmetic.outline import (
 from horizon_lm.planning.measure.block_calls import BlockCalls, call_of_each_block, find_calls, shared_bytes
 from horizon_lm.planning.measure.head_probe import head_costs
 from horizon_lm.planning.measure.image_costs import RowsWithImages, image_costs
+from horizon_lm.planning.measure.packable import require_packable
+
+_FEW = 5  # tokens of a trial
 
 
 class QuantizedWeights(Protocol):
@@ -167,7 +169,7 @@ def components_beside_text(source: ModelSource) -> frozenset[Component]:
         if module not in around and any(True for _ in module.parameters()):
             module.register_forward_pre_hook(lambda module, _: called.add(module))
     try:
-        call_of_each_block(parts, torch.float32, {"input_ids": torch.zeros((1, _FIRST), dtype=torch.long)})
+        call_of_each_block(parts, torch.float32, {"input_ids": torch.zeros((1, _FEW), dtype=torch.long)})
     except Exception:  # the model's own code may raise any exception
         return frozenset()
     reached = {component for path, component in of_modules.items() if model.get_submodule(path) in called}
@@ -240,6 +242,8 @@ def require_images(parts: ModelParts, examined: Examined) -> None:
         raise ModelNotSupportedError(
             f"images_per_row: {type(parts.model).__name__} is streamed on text only so far (docs/generated/models.md); remove it, or set allow_unproven_model"
         )
+    if examined.attention == attention.NAME:
+        require_causal_images(parts)
 
 
 def _idle_towers(parts: ModelParts) -> list[BlockKind]:
@@ -288,45 +292,3 @@ def _parameters_per_token(parts: ModelParts, layout: ModelLayout[StorageLayout])
             of_experts = ref.param.ndim == 3 and ref.param.shape[0] == experts
             active += ref.param.numel() * chosen // experts if of_experts else ref.param.numel()
     return active
-
-
-_FIRST, _SECOND = 5, 8  # tokens of the two sequences in a packed row
-
-
-def require_packable(parts: ModelParts, used: str) -> None:
-    """Raise ModelNotSupportedError if tokens could attend to earlier sequences of a packed row.
-
-    The model's outer code is run on a row of two packed sequences, and the arguments of each block are examined.
-
-    Args:
-        parts: parts of a skeleton.
-        used: attention implementation of the run.
-    """
-    name = type(parts.model).__name__
-    if "position_ids" not in inspect.signature(type(parts.model).forward).parameters:
-        raise ModelNotSupportedError(f"{name}: packing is not possible: the model takes no position_ids")
-    if used == attention.NAME:
-        attention.require_varlen(parts.model)
-        return
-    positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
-    inputs = {"input_ids": torch.zeros_like(positions), "position_ids": positions}
-    first = parts.decoder_blocks.start
-    for index, (args, kwargs) in call_of_each_block(parts, torch.float32, inputs).items():
-        # Flash attention in transformers finds the sequences of a row by its positions.
-        finds_sequences = used.startswith("flash") and kwargs.get("position_ids") is not None
-        if not finds_sequences and not _is_masked(args, kwargs):
-            raise ModelNotSupportedError(
-                f"{name}: packing is not possible: block {index - first} ({type(parts.blocks[index]).__name__}) gets no mask that "
-                f"separates packed rows with attn_implementation={used!r}; remove packing"
-            )
-
-
-def _is_masked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an input is a mask (B, heads, T, T) by which tokens of the second sequence see their own, but not the first."""
-    length = _FIRST + _SECOND
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim == 4 and leaf.shape[-2:] == (length, length):
-            seen = leaf if leaf.dtype == torch.bool else leaf > torch.finfo(leaf.dtype).min / 2
-            if not seen[..., _FIRST:, :_FIRST].any() and seen[..., _FIRST:, _FIRST:].any():
-                return True
-    return False
