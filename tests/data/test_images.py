@@ -74,7 +74,11 @@ def conversation(content: Any, **fields: Any) -> dict[str, Any]:
 def shapes(report: Report) -> list[tuple[int, ...]]:
     """Return the sizes of the images of all rows, as they are loaded for a batch."""
     return [
-        image.size for row in report.rows for number in range(len(row.sequences)) for image in row.load_images(number)
+        image.size
+        for row in report.rows
+        for number in range(len(row.sequences))
+        for images in row.load_images(number)
+        for image in images
     ]
 
 
@@ -226,7 +230,7 @@ SIZES = {"rotated.jpg": (18, 24), "one.png": (1, 1)}
 def test_pictures_are_converted(models: dict[str, Path], name: str, tmp_path: Path) -> None:
     GOOD[name](tmp_path / name)
     report = prepared(models["llava"], write(tmp_path, [conversation("<image>Who?", image=name)]))
-    (image,) = report.rows[0].load_images(0)
+    ((image,),) = report.rows[0].load_images(0)
     assert (image.mode, image.size) == ("RGB", SIZES.get(name, (24, 18)))
     if name == "frames.gif":
         with Image.open(tmp_path / name) as frames:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 import horizon_lm
 from horizon_lm.common.constants import IGNORE_INDEX
-from horizon_lm.errors import ConfigError, DataError
+from horizon_lm.errors import ConfigError, DataError, ModelNotSupportedError
 from horizon_lm.runs.data.vision import Vision
 from horizon_lm.runs.training.samples import prompt_inputs
 from tests.e2e.command import run
@@ -119,8 +119,9 @@ def test_runs_on_text_keep_the_tower(kind: str, tmp_path: Path, runs: Runs) -> N
         assert Vision(folder, after.config).processor.image_token
 
 
-def test_a_resume_is_exact(llava: Path, tmp_path: Path, runs: Runs) -> None:
-    given = settings(tmp_path, llava) | SAVING
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_resume_is_exact(packing: bool, llava: Path, tmp_path: Path, runs: Runs) -> None:
+    given = settings(tmp_path, llava, packing=packing, max_length=64, per_device_train_batch_size=2) | SAVING
     expected, _ = runs.train(given | {"output_dir": str(tmp_path / "whole")})
     runs.interrupt(given, stop_after=2)
     outcome, _ = runs.train(given)
@@ -159,9 +160,51 @@ def test_preferences_with_images_are_trained_on(llava: Path, tmp_path: Path, run
     assert lines[0]["rewards/margins"] == 0
 
 
-def test_packing_is_rejected(llava: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows with images are not packed: 5 \(.*rows.jsonl:1-2, .*\); remove packing"):
-        horizon_lm.train(settings(tmp_path, llava, packing=True), print_fn=lambda line: None)
+def metrics(folder: Path, name: str) -> list[float]:
+    """Return the values of a number in the metrics of a run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.mark.parametrize(("kind", "used"), [("llava", "varlen"), ("qwen2_5_vl", "sdpa"), ("qwen2_5_vl", "varlen")])
+def test_packed_rows_train_as_rows_by_themselves(kind: str, used: str, tmp_path: Path, runs: Runs) -> None:
+    model = SAVE[kind](tmp_path / "model")
+    whole = {"per_device_train_batch_size": 7, "max_steps": 3, "attn_implementation": used, "test_split_size": 2}
+    for packing in (False, True):
+        given = settings(tmp_path, model, packing=packing, max_length=160, **whole)
+        runs.train(given | {"output_dir": str(tmp_path / str(packing))})
+    data = runs.loops[-1].data
+    assert any(len(row.segments) > 1 and row.sequences[0].images for row in data.training.packed)
+    for name in ("loss", "eval_loss", "grad_norm"):
+        expected, found = (metrics(tmp_path / str(packing), name) for packing in (False, True))
+        assert len(expected) >= 2
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("gemma3", "gets other attention_mask for images"), ("qwen3_5", "gets no mask that separates")],
+)
+def test_packing_is_rejected_where_it_changes_rows(kind: str, message: str, tmp_path: Path) -> None:
+    given = settings(tmp_path, SAVE[kind](tmp_path / "model"), packing=True, max_length=160)
+    with pytest.raises(ModelNotSupportedError, match=f"{message}.*remove packing"):
+        horizon_lm.train(given, print_fn=lambda line: None)
+
+
+def test_packing_never_cuts_an_image(llava: Path, tmp_path: Path) -> None:
+    given = settings(tmp_path, llava, packing=True, packing_strategy="bfd_split", max_length=160)
+    with pytest.raises(
+        DataError,
+        match=r"packing_strategy: bfd_split cuts rows, but images are never cut: 5 rows have images \(.*rows.jsonl:1-2, .*\); set packing_strategy: bfd",
+    ):
+        horizon_lm.train(given, print_fn=lambda line: None)
+
+
+def test_an_image_of_a_packed_row_that_changes_is_named_with_its_row(llava: Path, tmp_path: Path, runs: Runs) -> None:
+    runs.before_step[1] = lambda: [picture(99).save(tmp_path / "4.png")]
+    given = settings(tmp_path, llava, packing=True, max_length=64, per_device_train_batch_size=1, max_steps=9)
+    with pytest.raises(DataError, match=r"rows.jsonl:5: image '4.png' has changed since the run began"):
+        runs.train(given)
 
 
 def test_a_model_of_text_rejects_images(model: Path, tmp_path: Path) -> None:
@@ -184,6 +227,9 @@ def test_inspect_shows_where_images_stand(llava: Path, tmp_path: Path) -> None:
     numbers = json.loads(run(*arguments, "--json").output)["numbers"]
     assert (numbers["images"], numbers["image_tokens"]) == (1, 4)
     text = page.read_text()
+    packed = run(*arguments, "--html", page, "--packing")
+    assert packed.exit_code == 0, packed.output
+    assert page.read_text().partition("<pre>")[2] == text.partition("<pre>")[2]
     assert "Who is &lt;b&gt;?" in text
     assert "[image &lt;b&gt;.png: 4 tokens]" in text
     assert "<b>.png" not in text

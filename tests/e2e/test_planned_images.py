@@ -96,8 +96,6 @@ def test_notes_about_frozen_parts_follow_the_images_that_a_plan_counts(tmp_path:
     assert "if no row has an image, vision tower and projector are frozen, too" in notes[None]
     assert "vision tower and projector are frozen, because no row has an image" in notes[0]
     assert "image" not in notes[1].replace("images are", "")
-    with pytest.raises(ConfigError, match="images_per_row: rows with images are not packed; remove packing"):
-        planned(folder, 1, packing="true", **settings)
 
 
 def test_a_tower_with_a_mask_over_all_images_is_rejected(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def batch_page(tokenizer: Any, rows: Any, batches: list[Batch], num_rows: int) -
 
 def _pieces(shown: ShownSequence, tokenizer: Any, batch: Batch) -> str:
     """Return the pieces of a sequence as HTML."""
-    images, parts = shown.row.load_images(shown.number), list[str]()
+    images = [image for group in shown.row.load_images(shown.number) for image in group]
+    parts = list[str]()
     for piece in shown.pieces(tokenizer, batch):
         text = escape(visible(piece.text))
         if piece.image is not None:

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.components import Component, component_of_params, frozen_components
 from horizon_lm.runs.admission.inputs import RowShape, Source
-from horizon_lm.runs.config import RunConfig, TextConfig
+from horizon_lm.runs.config import RunConfig
 from horizon_lm.runs.data.vision import takes_images
 
 
@@ -15,7 +15,7 @@ def freeze_unreached(run: RunConfig, source: Source, rows: RowShape) -> RunConfi
     Raises:
         ConfigError: nothing is left to train.
     """
-    if _may_have_images(run, source, rows) or not (unreached := trained_beside_text(run, source)):
+    if _may_have_images(source, rows) or not (unreached := trained_beside_text(run, source)):
         return run
     if run.freeze_language_model:
         raise ConfigError(
@@ -50,7 +50,7 @@ def frozen_notes(run: RunConfig, source: Source, rows: RowShape) -> list[str]:
         _require_component(run, each, components.values())
     numels = {name: param.numel() for name, param in model.named_parameters() if components[name] in frozen}
     found = {components[name] for name in numels}
-    if not _may_have_images(run, source, rows) and found and found <= source.beside_text():
+    if not _may_have_images(source, rows) and found and found <= source.beside_text():
         return [f"model: {_named(found)} frozen, because no row has an image: {sum(numels.values()):,} parameters"]
     notes = []
     if found:
@@ -66,11 +66,11 @@ def _freezes_components(run: RunConfig, source: Source) -> bool:
     return not source.is_streamed and run.trainable is None and run.adapter_name_or_path is None
 
 
-def _may_have_images(run: RunConfig, source: Source, rows: RowShape) -> bool:
-    """Return whether a training row has an image or, before the rows are read, may have one: those of a packed run have none."""
+def _may_have_images(source: Source, rows: RowShape) -> bool:
+    """Return whether a training row has an image or, before the rows are read, may have one."""
     if rows.has_images is not None or source.images is not None:
         return rows.has_images is not False
-    return takes_images(source.model.skeleton()) and not (isinstance(run, TextConfig) and run.packing)
+    return takes_images(source.model.skeleton())
 
 
 def _named(components: Collection[Component]) -> str:

@@ -9,7 +9,7 @@ from horizon_lm.model.units import find_parts
 from horizon_lm.planning.measure.image_arguments import rows_from_config
 from horizon_lm.planning.measure.image_costs import RowsWithImages, rows_with_images
 from horizon_lm.runs.admission.inputs import Source
-from horizon_lm.runs.config import RunConfig, TextConfig
+from horizon_lm.runs.config import RunConfig
 from horizon_lm.runs.data.vision import Vision
 
 _LARGE = 4096  # pixels of each side of an image, if the settings do not limit them: processors scale it down
@@ -24,10 +24,8 @@ def images_of_rows(run: RunConfig, source: Source, per_row: int) -> RowsWithImag
         per_row: images of a row.
 
     Raises:
-        ConfigError: the size of images, or how the model takes them, is not known, or rows are packed.
+        ConfigError: the size of images, or how the model takes them, is not known.
     """
-    if isinstance(run, TextConfig) and run.packing:
-        raise ConfigError("images_per_row: rows with images are not packed; remove packing")
     folder, parts = source.model.folder, find_parts(copy.deepcopy(source.model.skeleton()).train())
     if not parts.towers:
         raise ConfigError(f"images_per_row: {type(parts.model).__name__} has no tower that reads images; remove it")

@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from horizon_lm.errors import DataError
 from horizon_lm.runs.data.conversations import Example, Preference, RowError
 from horizon_lm.runs.data.examples import ExampleReader
 from horizon_lm.runs.data.sources import Source
 from horizon_lm.runs.data.vision import Pictures, TokenImage
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,6 @@ class ImagesOfRows:
             return [each.pixels for each in self.pictures.load(references, expected)]
         except RowError as error:
             raise DataError(f"{self.source.place(index)}: {error}") from error
-
-    def inputs(
-        self, images: Sequence[Sequence[Any]], input_ids: "torch.Tensor", attention_mask: "torch.Tensor"
-    ) -> dict[str, Any]:
-        """Return the arguments of the model for images; see `Vision.inputs`."""
-        return self.pictures.vision.inputs(images, input_ids, attention_mask)
 
 
 def _images_of(example: Example, sequence: int) -> Sequence[Any]:

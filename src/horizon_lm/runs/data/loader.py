@@ -39,23 +39,26 @@ def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -
     position_ids = _positions(rows, shape) if is_packed else None
     if position_ids is not None:
         labels[position_ids == 0] = IGNORE_INDEX  # the first token of a packed row has no context
+    image_inputs = _image_inputs(rows, input_ids, attention_mask, position_ids)
     return Batch(
         input_ids=input_ids, attention_mask=None if is_packed else attention_mask, position_ids=position_ids, labels=labels,
         num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
         num_tokens=sum(len(each.ids) for each in sequences),
         rows=tuple(indices), places=tuple(row.place for row in rows),
-        image_inputs=_image_inputs(rows, input_ids, attention_mask),
+        image_inputs=image_inputs,
     )  # fmt: skip
 
 
-def _image_inputs(rows: Sequence[Row], input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of the model for the images of some rows, in the order of `collate`; none if no row has an image."""
+def _image_inputs(
+    rows: Sequence[Row], input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the arguments of the model for the images of some rows, in the order of `collate`; none for a model of text."""
     numbers = range(len(rows[0].sequences))
-    images = [row.load_images(number) for number in numbers for row in rows]
-    if not any(images):
+    source = next((row.images for row in rows if row.images is not None), None)
+    if source is None:
         return {}
-    source = next(row.images for row in rows if row.images is not None)
-    return source.inputs(images, input_ids, attention_mask)
+    images = [group for number in numbers for row in rows for group in row.load_images(number)]
+    return source.pictures.vision.inputs(images, input_ids, attention_mask, position_ids)
 
 
 def _positions(rows: Sequence[Row], shape: tuple[int, int]) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """Pack several rows into one."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,11 +10,12 @@ import numpy as np
 from horizon_lm.runs.data import trl_compat
 from horizon_lm.runs.data.findings import ExampleCounts
 from horizon_lm.runs.data.table_cache import digest, progress_bars, record
-from horizon_lm.runs.data.token_dataset import Part, TokenTable
+from horizon_lm.runs.data.token_dataset import ROW_OF_TOKEN, Part, Row, TokenTable
+from horizon_lm.runs.data.tokenize import Tokens
+from horizon_lm.runs.data.tokenized_table import IMAGE_COLUMNS
 
 # Number of tokens packed together: those of 1,000 rows, as in TRL, unless rows average more than 2,000 tokens.
 _TOKENS_PER_BATCH = 2_000_000
-_ROW_COLUMN = "row_of_token"  # column with the index of each token's source row
 _TRAINED_ROWS = "trained_rows"  # column with the indices of the source rows that have targets
 
 
@@ -35,6 +39,22 @@ def pack_rows(rows: TokenTable, strategy: str | None, length: int | None) -> tup
     return TokenTable(parts), lost
 
 
+def join_rows(rows: Sequence[Row]) -> Row:
+    """Return rows of one sequence each as one packed row."""
+    sequences = [row.sequences[0] for row in rows]
+    lengths, first = [len(each.ids) for each in sequences], rows[0]
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    images = [
+        replace(image, start=start + image.start, end=start + image.end)
+        for start, each in zip(starts, sequences, strict=True)
+        for image in each.images
+    ]
+    ids, trained = (np.concatenate([getattr(each, name) for each in sequences]) for name in ("ids", "trained"))
+    return Row(
+        [Tokens(ids, trained, images=images)], lengths, first.place, [row.sources[0] for row in rows], first.images
+    )
+
+
 def with_images(rows: TokenTable) -> ExampleCounts:
     """Return the rows that have images."""
     found = ExampleCounts()
@@ -56,13 +76,21 @@ def _pack(part: Part, strategy: str, length: int) -> Part:
         _count_targets, batched=True, batch_size=100, new_fingerprint=digest(fingerprint, "counted", _TRAINED_ROWS), desc="counting targets",
     )  # fmt: skip
 
+    if part.with_images[part.indices].any():
+        name = IMAGE_COLUMNS[0]
+        packed = packed.map(
+            partial(_place_images, images=part.table.data.column(name)), batched=True, batch_size=100,
+            features=type(packed.features)({**packed.features, name: part.table.features[name]}),
+            new_fingerprint=digest(fingerprint, name), desc="packing images",
+        )  # fmt: skip
+
     def place_of_packed(index: int) -> str:
-        numbers = np.unique(packed.data.column(_ROW_COLUMN)[index].values.to_numpy()).tolist()
+        numbers = np.unique(packed.data.column(ROW_OF_TOKEN)[index].values.to_numpy()).tolist()
         return " + ".join(part.place(number) for number in numbers)
 
     # A long row is split into several, some of which may have no targets.
     with_targets = np.flatnonzero(packed.data.column("num_targets").to_numpy())
-    return Part(record(packed), place_of_packed, with_targets, part.weight)
+    return Part(record(packed), place_of_packed, with_targets, part.weight, part.images)
 
 
 def _rows_without_targets(part: Part, packed: Part) -> np.ndarray:
@@ -77,7 +105,7 @@ def _rows_in_use(part: Part, batch_size: int, fingerprint: str) -> Any:
 
     table = part.table
     ids = table.features["input_ids"]
-    features = datasets.Features(input_ids=ids, trained=table.features["trained"], **{_ROW_COLUMN: ids})
+    features = datasets.Features(input_ids=ids, trained=table.features["trained"], **{ROW_OF_TOKEN: ids})
     is_used = np.zeros(len(table), dtype=bool)
     is_used[part.indices] = True
 
@@ -87,7 +115,7 @@ def _rows_in_use(part: Part, batch_size: int, fingerprint: str) -> Any:
         return {
             "input_ids": [ids for _, ids, _ in used],
             "trained": [trained for _, _, trained in used],
-            _ROW_COLUMN: [[index] * len(ids) for index, ids, _ in used],
+            ROW_OF_TOKEN: [[index] * len(ids) for index, ids, _ in used],
         }
 
     return table.map(
@@ -107,5 +135,17 @@ def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
         segments = columns["seq_lengths"][index] if "seq_lengths" in columns else [len(mask)]
         mask[np.cumsum([0, *segments[:-1]])] = False
         counts.append(int(mask.sum()))
-        rows.append(np.unique(np.asarray(columns[_ROW_COLUMN][index])[mask]))
+        rows.append(np.unique(np.asarray(columns[ROW_OF_TOKEN][index])[mask]))
     return {"num_targets": counts, _TRAINED_ROWS: rows}
+
+
+def _place_images(columns: dict[str, list[Any]], images: Any) -> dict[str, list[Any]]:
+    """Return the images of each packed row, with the indices of their tokens in it. ``images``: those of each source row."""
+    placed = []
+    for lengths, rows in zip(columns["seq_lengths"], columns[ROW_OF_TOKEN], strict=True):
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        found = ((start, image) for start in starts for image in images[rows[start]].as_py())
+        placed.append(
+            [{**image, "start": start + image["start"], "end": start + image["end"]} for start, image in found]
+        )
+    return {IMAGE_COLUMNS[0]: placed}

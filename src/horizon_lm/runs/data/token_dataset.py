@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, overload
 
 import numpy as np
@@ -16,6 +17,7 @@ from horizon_lm.runs.data.tokenize import Tokens
 from horizon_lm.runs.data.tokenized_table import IMAGE_COLUMNS
 from horizon_lm.runs.data.vision import TokenImage
 
+ROW_OF_TOKEN = "row_of_token"  # column of packed rows with the index of each token's source row
 _MAX_TYPED = (
     0.01  # occurrences of an end token inside of answers, for each at an end, that somebody may have typed into texts
 )
@@ -29,20 +31,30 @@ class Row:
         sequences: the tokenized sequences.
         segments: lengths of the rows in a packed row; None for other rows.
         place: origin of the row, for messages.
-        index: index of the row in its dataset.
+        sources: index of the row in its dataset; of a packed row, those of its rows.
         images: the images of its dataset; None if these cannot be loaded.
     """
 
     sequences: Sequence[Tokens]
     segments: Sequence[int] | None
     place: str
-    index: int = 0
+    sources: Sequence[int] = (0,)
     images: ImagesOfRows | None = None
 
-    def load_images(self, sequence: int) -> list[Any]:
-        """Return the images of a sequence, in the order of their tokens; raise DataError if they are not those that were tokenized."""
-        expected = self.sequences[sequence].images
-        return [] if self.images is None else self.images.load(self.index, sequence, expected)
+    def load_images(self, sequence: int) -> list[list[Any]]:
+        """Return the images of a sequence in the order of their tokens, those of each packed row in a list of their own.
+
+        Raises:
+            DataError: they are not those that were tokenized.
+        """
+        if self.images is None:
+            return []
+        loaded, images = [], self.sequences[sequence].images
+        for source, end in zip(self.sources, accumulate(self.segments or [len(self)]), strict=True):
+            expected = [each for each in images if each.start < end]
+            loaded.append(self.images.load(source, sequence, expected))
+            images = images[len(expected) :]
+        return loaded
 
     def __len__(self) -> int:
         """Return the number of tokens in the longest sequence."""
@@ -159,14 +171,14 @@ class Part:
         place: function from the index of a row to its origin.
         indices: indices of the rows in use.
         weight: number of times that each row is used in an epoch.
-        images: the images of the rows; None if they have none, or the rows are packed.
+        images: the images of the rows; None if the model reads only text.
     """
 
     def __init__(
         self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0,
         images: ImagesOfRows | None = None,
     ) -> None:  # fmt: skip
-        self.table, self._place, self.indices, self.weight, self._images = table, place, indices, weight, images
+        self.table, self._place, self.indices, self.weight, self.images = table, place, indices, weight, images
         self._hashes: dict[int | None, np.ndarray] = {}  # by the length that `row_hashes` was asked for
         # Lengths of sequences, (sequences of a row, rows); then of a row its longest sequence, and all of them.
         lengths = np.stack([_list_lengths(table.data.column(name)) for name in self._id_columns])
@@ -254,7 +266,7 @@ class Part:
 
     def select(self, indices: np.ndarray) -> "Part":
         """Return a part with a different set of rows in use."""
-        return Part(self.table, self._place, indices, self.weight, self._images)
+        return Part(self.table, self._place, indices, self.weight, self.images)
 
     def row(self, index: int) -> Row:
         """Return the row at an index of the table."""
@@ -274,8 +286,11 @@ class Part:
             Tokens(values(ids), values(mask), images=images(column))
             for ids, mask, column in zip(self._id_columns, masks, IMAGE_COLUMNS, strict=False)
         ]
-        segments = values("seq_lengths").tolist() if "seq_lengths" in entry.column_names else None
-        return Row(sequences, segments, self._place(index), index, self._images)
+        segments, sources = None, [index]
+        if "seq_lengths" in entry.column_names:
+            segments = values("seq_lengths").tolist()
+            sources = values(ROW_OF_TOKEN)[np.cumsum([0, *segments[:-1]])].tolist()
+        return Row(sequences, segments, self._place(index), sources, self.images)
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """Yield the rows in use, a chunk of the table at a time: their indices (n,), ends (n,), tokens (t,) and target masks (t,).

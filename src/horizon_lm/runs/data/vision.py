@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,6 +79,7 @@ class Vision:
         config: the model's config, of transformers.
         max_pixels, min_pixels: pixels to which images with more or fewer are scaled, with the ratio of their sides; None for no limit.
         trust_remote_code: run code of the folder, if its processor asks for it.
+        rope_index: as from `packed_positions.rope_index_of`.
 
     Attributes:
         dependencies: all that tokens and tensors depend on besides the images, as JSON-like values.
@@ -86,8 +87,9 @@ class Vision:
 
     def __init__(
         self, folder: Path, config: Any, max_pixels: int | None = None, min_pixels: int | None = None,
-        trust_remote_code: bool = False,
+        trust_remote_code: bool = False, rope_index: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
+        self._rope_index = rope_index
         self._folder, self._config, self._trust_remote_code = folder, config, trust_remote_code
         self._max_pixels, self._min_pixels = max_pixels, min_pixels
         self._lock = threading.Lock()  # a tokenizer raises an error if two threads set its padding
@@ -95,11 +97,11 @@ class Vision:
         self.dependencies = [max_pixels, min_pixels, [xxhash.xxh3_128(content).hexdigest() for content in files]]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the processor, which each process opens for itself."""
-        return {name: value for name, value in vars(self).items() if name not in ("processor", "_lock")}
+        """Return the state without the processor, which each process opens for itself, and the model, which no other process needs."""
+        return {name: value for name, value in vars(self).items() if name not in ("processor", "_lock", "_rope_index")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+        vars(self).update(state, _lock=threading.Lock(), _rope_index=None)
 
     @cached_property
     def processor(self) -> Any:
@@ -193,14 +195,28 @@ class Vision:
         return Expanded("".join([*pieces, text[last:]]), places)
 
     def inputs(
-        self, images: Sequence[Sequence[Any]], input_ids: "torch.Tensor", attention_mask: "torch.Tensor"
-    ) -> dict[str, Any]:
-        """Return the arguments of the model for images, and for the tokens (B, T) that stand for them.
+        self, images: Sequence[Sequence[Any]], input_ids: "torch.Tensor", attention_mask: "torch.Tensor",
+        position_ids: "torch.Tensor | None" = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the arguments of the model for images, and for the tokens (B, T) that stand for them; none without images, unless the model
+        gives images positions of their own, which it does not find in packed rows.
 
         Args:
-            images: the images of each sequence, at least one of all.
+            images: the images of each sequence; of packed rows, those of each row that is packed.
             input_ids, attention_mask: the sequences, shape (B, T).
+            position_ids: positions (B, T) that restart with each packed row; None for other rows.
         """
+        found = self._tensors(images, input_ids, attention_mask) if any(images) else {}
+        if position_ids is not None and self._rope_index is not None:
+            from horizon_lm.model.packed_positions import packed_positions
+
+            found["position_ids"] = packed_positions(self._rope_index, input_ids, position_ids, found)
+        return found
+
+    def _tensors(
+        self, images: Sequence[Sequence[Any]], input_ids: "torch.Tensor", attention_mask: "torch.Tensor"
+    ) -> dict[str, Any]:
+        """Return what the processor makes of images, of which there is at least one."""
         import torch
 
         # Each sequence by itself, since some processors cut an image into crops only if it is the only one.
@@ -256,10 +272,13 @@ def vision_of(model: "ModelSource", max_pixels: int | None = None, min_pixels: i
     """Return the processor of the images of a model whose files are on this machine; None if it reads only text. For the limits, see
     `Vision`.
     """
+    from horizon_lm.model.packed_positions import rope_index_of
+
     assert model.folder is not None
     if not takes_images(model.skeleton()):
         return None
-    return Vision(model.folder, model.config, max_pixels, min_pixels, model.trust_remote_code)
+    rope_index = rope_index_of(model.skeleton())
+    return Vision(model.folder, model.config, max_pixels, min_pixels, model.trust_remote_code, rope_index)
 
 
 def takes_images(model: Any) -> bool:

@@ -185,10 +185,13 @@ def _pack(
     """Pack rows. Return them with all findings: the given ones, answers that packing cuts, and rows that are longer than ``positions``.
 
     Raises:
-        DataError: no row is left, or some have images and are to be packed.
+        DataError: no row is left, or some have images that packing would cut.
     """
-    if settings.packing is not None and (images := with_images(rows)).count:
-        raise DataError(f"{name}: rows with images are not packed: {images.count:,} ({images}); remove packing")
+    if settings.packing not in (None, "bfd") and (images := with_images(rows)).count:
+        raise DataError(
+            f"{name}: packing_strategy: {settings.packing} cuts rows, but images are never cut: {images.count:,} rows have images "
+            f"({images}); set packing_strategy: bfd"
+        )
     packed, cut = pack_rows(rows, settings.packing, settings.max_length)
     findings = [*([cut_before_answer(cut)] if cut.count else []), *findings]
     if not len(packed):

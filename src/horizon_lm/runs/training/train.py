@@ -32,6 +32,7 @@ from horizon_lm.runs.training.metrics import Metrics
 from horizon_lm.runs.training.metrics_text import growth_warning
 from horizon_lm.runs.training.objectives import make_objectives, require_callable
 from horizon_lm.runs.training.optimizer import SchedulePosition, build_optimizer, require_sane_schedule
+from horizon_lm.runs.training.packed_images import require_packable_rows
 from horizon_lm.runs.training.ranks import Ranks
 from horizon_lm.runs.training.reporter import Reporter
 from horizon_lm.runs.training.rows import RunData, load_data, require_rows
@@ -141,6 +142,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
         plan = admission.admit(
             data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest, tokenizer
         )
+    require_packable_rows(source, plan.step.outline.attention, data)
     reporter.print(*summary_lines(plan))
     if point is not None:
         resume.require_same_frozen(point, admission.run)
