@@ -172,7 +172,9 @@ def test_packed_rows_train_as_rows_by_themselves(kind: str, used: str, tmp_path:
     whole = {"per_device_train_batch_size": 7, "max_steps": 3, "attn_implementation": used, "test_split_size": 2}
     for packing in (False, True):
         given = settings(tmp_path, model, packing=packing, max_length=120, **whole)
-        runs.train(given | {"output_dir": str(tmp_path / str(packing)), "device_micro_batch_size": 1 if packing else None})
+        runs.train(
+            given | {"output_dir": str(tmp_path / str(packing)), "device_micro_batch_size": 1 if packing else None}
+        )
     packed = runs.loops[-1].data.training.packed
     assert any(len(row.segments) > 1 and row.sequences[0].images for row in packed)
     assert len(packed) > 1

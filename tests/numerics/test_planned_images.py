@@ -1,5 +1,6 @@
 """The device memory of steps with images is known before they run, and does not grow with the depth of a tower."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.planned_images import (
     counted_bytes,
     device_use,
     host_bytes,
+    packed,
     planned_step,
     rows_with_images,
 )
@@ -46,6 +48,16 @@ def test_a_step_takes_the_planned_bytes(kind: str, frozen: str, setting: str) ->
     print(f"{kind}, {frozen} frozen, {setting}: counted {peak:,}, planned {use.total:,}, {peak / use.total:.3f}")
     # In transformers 5.17, micro-batches take 680 bytes more than planned, as the code around the blocks takes less there.
     assert 0.94 * use.total <= peak <= 1.001 * use.total
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+def test_a_step_on_packed_rows_takes_the_planned_bytes(kind: str) -> None:
+    model, case = build(kind, depth=4), replace(case_of(), rows=1)
+    batch, images = rows_with_images(model)
+    use = device_use(planned_step(model, replace(images, per_row=2), case, num_packed=2))
+    engine, peak = counted_bytes(model, packed(model, batch), case)
+    assert {name: num for name, num in engine.device.counters.allocated.items() if num} == use.buffers
+    assert 0.94 * use.total <= peak <= use.total
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 import horizon_lm
 from horizon_lm.model.components import Component
 from horizon_lm.model.freezing import freeze
+from horizon_lm.model.packed_positions import packed_positions, rope_index_of
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.arithmetic.choose import choose
 from horizon_lm.planning.arithmetic.device_memory import device_use
@@ -42,11 +43,30 @@ def rows_with_images(model: Any) -> tuple[dict[str, torch.Tensor], RowsWithImage
     return batch, RowsWithImages(1, one, inputs, tokens, frozenset(inputs.keys() - set(_OF_TEXT)))
 
 
-def planned_step(model: Any, images: RowsWithImages | None, case: Case, frozen: Collection[Component] = ()) -> Step:
-    """Return the step of a plan for rows of the length of these."""
+def packed(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return rows of equal lengths, without padding, packed into one."""
+    rows, length = batch["input_ids"].shape
+    joined = {
+        name: value.reshape(1, -1).clone() if value.shape == (rows, length) else value
+        for name, value in batch.items()
+        if name != "attention_mask"
+    }
+    positions = torch.arange(length).repeat(rows)[None]
+    joined["labels"][positions == 0] = -100
+    if (rope_index := rope_index_of(model)) is not None:
+        positions = packed_positions(rope_index, joined["input_ids"], positions, joined)
+    return joined | {"position_ids": positions}
+
+
+def planned_step(
+    model: Any, images: RowsWithImages | None, case: Case, frozen: Collection[Component] = (), num_packed: int = 1
+) -> Step:
+    """Return the step of a plan for rows of the length of these, or for as many of them in a packed row."""
     source = ModelSource(model.config, "tiny", attn_implementation=model.config._attn_implementation)
-    length = 24 if images is None else images.one["input_ids"].shape[1]
-    outline = outline_model(source, length=length, dtype=torch.float32, masked=False, frozen=frozen, images=images)
+    length = 24 if images is None else images.one["input_ids"].shape[1] * num_packed
+    outline = outline_model(
+        source, length=length, dtype=torch.float32, masked=num_packed > 1, frozen=frozen, images=images
+    )
     return choose(outline, replace(case.request, optimizer=case.request.optimizer), HERE).step
 
 
@@ -65,4 +85,4 @@ def counted_bytes(model: Any, batch: dict[str, torch.Tensor], case: Case, frozen
     return streamed._horizon.engine, counted.peak
 
 
-__all__ = ["DEEP", "build", "counted_bytes", "device_use", "host_bytes", "planned_step", "rows_with_images"]
+__all__ = ["DEEP", "build", "counted_bytes", "device_use", "host_bytes", "packed", "planned_step", "rows_with_images"]
