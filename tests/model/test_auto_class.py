@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    Gemma3Config,
     Llama4Config,
     LlamaConfig,
     LlavaConfig,
@@ -14,7 +15,7 @@ from transformers import (
 )
 
 from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.model.hf_config import auto_class, require_model, saved_class
+from horizon_lm.model.hf_config import auto_class, auto_classes, require_model, saved_class
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,20 @@ def test_a_class_that_is_named_is_used() -> None:
     assert auto_class(AutoModelForImageTextToText, LlamaConfig()) is AutoModelForImageTextToText
     config.architectures = ["Qwen3_5ForSequenceClassification"]
     assert saved_class(config) is AutoModelForSequenceClassification
+
+
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        (Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"]), [AutoModelForCausalLM]),
+        (Qwen3_5Config(), [AutoModelForImageTextToText]),
+        (Gemma3Config(), []),  # one model under both classes
+        (LlavaConfig(), []),
+        (LlamaConfig(), []),
+    ],
+)
+def test_all_classes_of_a_type(config: Any, others: list[Any]) -> None:
+    assert auto_classes(config) == [auto_class(None, config), *others]
 
 
 def test_a_type_without_a_tower_is_named() -> None:

@@ -222,8 +222,16 @@ def test_layers_without_a_setting(family: str, names: set[str]) -> None:
 @pytest.mark.parametrize(
     ("settings", "task", "message"),
     [
-        ({"num_hidden_layers": 4}, "CAUSAL_LM", r"no place for, .*layers\.3.* does not belong to this base"),
-        ({"num_hidden_layers": 1}, "CAUSAL_LM", r"lacks tensors, .*layers\.1.* does not belong to this base"),
+        (
+            {"num_hidden_layers": 4},
+            "CAUSAL_LM",
+            r"no place for, .*layers\.3.* does not belong to a LlamaForCausalLM of this base",
+        ),
+        (
+            {"num_hidden_layers": 1},
+            "CAUSAL_LM",
+            r"lacks tensors, .*layers\.1.* does not belong to a LlamaForCausalLM of this base",
+        ),
         (
             {"hidden_size": 16},
             "CAUSAL_LM",

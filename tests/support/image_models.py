@@ -132,8 +132,11 @@ def save_qwen2_5_vl(folder: Path, template: str = QWEN_TEMPLATE) -> Path:
     return _save(Qwen2_5_VLForConditionalGeneration, config, folder, tokenizer)
 
 
-def save_qwen3_5(folder: Path) -> Path:
-    """Write a Qwen 3.5, which transformers also has as a causal language model, and whose images are those of `save_qwen2_5_vl`."""
+def save_qwen3_5(folder: Path, tied: bool = False) -> Path:
+    """Write a Qwen 3.5, which transformers also has as a causal language model, and whose images are those of `save_qwen2_5_vl`.
+
+    ``tied``: the head is the embedding.
+    """
     tokenizer = tokenizer_with(QWEN_TEMPLATE, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     Qwen2VLImageProcessorPil(size={"shortest_edge": 256, "longest_edge": 4096}, patch_size=8).save_pretrained(folder)
     names = {
@@ -151,8 +154,9 @@ def save_qwen3_5(folder: Path) -> Path:
         text_config={
             "vocab_size": len(tokenizer), "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
             "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
-            "rope_parameters": rope, **_TEXT,
+            "rope_parameters": rope, "tie_word_embeddings": tied, **_TEXT,
         },
+        tie_word_embeddings=tied,
         **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
     )  # fmt: skip
     return _save(Qwen3_5ForConditionalGeneration, config, folder, tokenizer)

@@ -272,12 +272,15 @@ def print_version(wanted: bool) -> None:
 def find_vision(request: Any) -> Any:
     """Return the processor of the images of a model that is to be opened (an `OpenRequest`); None if it reads only text."""
     from horizon_lm.engine.opening.model_opening import find_folder
+    from horizon_lm.model.adapters import class_of_adapters
     from horizon_lm.model.hf_config import load_config
     from horizon_lm.model.source import ModelSource
     from horizon_lm.runs.data.vision import vision_of
 
     if request.gguf_file is not None:
         return None
-    _, folder = find_folder(request)  # of the base, if the model is a folder of adapters
+    request, folder = find_folder(request)  # of the base, if the model is a folder of adapters
     trusts = request.trust_remote_code
-    return vision_of(ModelSource(load_config(folder, trusts), str(folder), folder, trust_remote_code=trusts))
+    config = load_config(folder, trusts)
+    model_class = class_of_adapters(request.adapters, config)
+    return vision_of(ModelSource(config, str(folder), folder, model_class=model_class, trust_remote_code=trusts))

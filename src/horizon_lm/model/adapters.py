@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from horizon_lm.common.near_misses import closest_setting
 from horizon_lm.common.paths import lasting_name
 from horizon_lm.errors import ConfigError, HorizonError, first_line
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config, hub
 from horizon_lm.model.adapter_config import (
     ADAPTER_CONFIG,
     NO_PEFT,
@@ -25,8 +26,10 @@ from horizon_lm.model.adapter_kinds import adapted_model, require_kind_that_stre
 from horizon_lm.model.components import Component, frozen_components
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.generation import read_generation_config
+from horizon_lm.model.source import ModelSource
 from horizon_lm.model.target_layers import TargetLayers, layers_remedy
 
+PREFIX = "base_model.model."  # before the names of the base in those of PEFT's tensors
 _COPY, _RANK = ".modules_to_save.", ".ranknum."  # in names of PEFT's tensors
 _OF_OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")  # tasks whose adapters come with a head
 
@@ -186,6 +189,26 @@ def open_base(adapter: Path, name: str) -> Path:
         ) from error
 
 
+def class_of_adapters(adapters: Adapters | None, config: Any) -> Any:
+    """Return the class of transformers in which adapters of a folder were trained; None for that of their base (`hf_config.auto_class`).
+
+    A type with and without a tower, such as Qwen 3.5, has other names for the layers of text in each class. It is the class that has
+    modules for more of the names of their values.
+    """
+    if adapters is None or adapters.folder is None or len(classes := hf_config.auto_classes(config)) < 2:
+        return None
+    folder = hub.local_folder(adapters.folder)
+    names = [name.removeprefix(PREFIX).split(".") for name in read_values(folder)]
+
+    def num_found(model_class: Any) -> int:
+        """Return the number of modules on the paths of all values."""
+        model = ModelSource(config, config.name_or_path, model_class=model_class).skeleton()
+        modules = {name for name, _ in model.named_modules()}
+        return sum(each in modules for name in names for each in accumulate(name, "{}.{}".format))
+
+    return max(classes, key=num_found)
+
+
 def read_values(folder: Path) -> dict[str, Any]:
     """Return the values of the adapters in a folder.
 
@@ -222,7 +245,8 @@ def require_all_read(model: Any, result: Any, folder: Path) -> None:
     ):
         if names:
             raise ConfigError(
-                f"{require_weights(folder)} {problem}, for example {names[0]}; it does not belong to this base"
+                f"{require_weights(folder)} {problem}, for example {names[0]}; it does not belong to a "
+                f"{type(adapted_model(model)).__name__} of this base"
             )
 
 

@@ -97,6 +97,21 @@ def auto_class(model_class: Any, config: Any = None) -> Any:
     return model_class
 
 
+def auto_classes(config: Any) -> list[Any]:
+    """Return the classes of transformers that build a model of a config, as in `auto_class`, whose own class is the first.
+
+    There are two if transformers has a model with a tower and another one without it.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    own, with_tower = auto_class(None, config), _with_tower(config)
+    text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not with_tower or text is None or text.__name__ == with_tower:
+        return [own]
+    return [own, AutoModelForCausalLM if own is AutoModelForImageTextToText else AutoModelForImageTextToText]
+
+
 def _reads_images(config: Any) -> bool:
     """Return whether a config is that of a model of images and text.
 

@@ -14,7 +14,7 @@ from horizon_lm.common.run_folders import require_model_folder
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import hf_config, hub, skeletons
 from horizon_lm.model.adapter_config import require_adapter_config
-from horizon_lm.model.adapters import base_of_adapters, open_base
+from horizon_lm.model.adapters import Adapters, base_of_adapters, class_of_adapters, open_base
 from horizon_lm.model.files.checkpoint_loader import check_headers, converted_on_meta, parameter_names, read_target
 from horizon_lm.model.files.checkpoint_reader import StoredTensors, file_of
 from horizon_lm.model.files.checkpoint_writer import write_folder
@@ -67,6 +67,8 @@ def merge_adapter(
         ConfigError: a folder cannot be read, the adapters do not belong to the base or are damaged, or ``folder`` exists.
         ModelNotSupportedError: adapters of this kind cannot be merged, or the base is not supported.
     """
+    from transformers import AutoModelForCausalLM
+
     folder, adapter = Path(folder), hub.local_folder(adapter)
     require_new(folder)
     require_model_folder(adapter)
@@ -77,16 +79,24 @@ def merge_adapter(
     source = open_base(adapter, base_name) if base is None else hub.local_folder(base)
     config = hf_config.load_config(source, trust_remote_code)
     quantization = take_quantization(config)
-    plain, adapted = (skeletons.open_skeleton(source, config, trust_remote_code=trust_remote_code) for _ in range(2))
-    base_tensors = _Base(plain, DecodedCheckpoint(open_checkpoint(source, quantization)))
+    checkpoint = DecodedCheckpoint(open_checkpoint(source, quantization))
+    open_skeleton = partial(skeletons.open_skeleton, source, trust_remote_code=trust_remote_code)
+    model_class = class_of_adapters(Adapters(folder=str(adapter)), config)
+    # The folder stays what it was, with a tower that a class of text lacks.
+    whole_class = hf_config.saved_class(config) if model_class is AutoModelForCausalLM else model_class
+    plain, adapted = (open_skeleton(config, model_class=model_class) for _ in range(2))
+    base_tensors = _Base(plain, checkpoint)
     merged = _Merged(base_tensors, MergedLayers(adapted, adapter, base_tensors))
+    whole = base_tensors
+    if whole_class is not model_class:
+        whole = _Base(open_skeleton(config, model_class=whole_class), checkpoint)
+    written = whole.model
     untied = _find_untied(base_tensors, merged)
-    written = plain
     if untied:
         untied_config = copy.deepcopy(config)
         declare_untied(untied_config)
-        written = skeletons.open_skeleton(source, untied_config, trust_remote_code=trust_remote_code)
-        first_names = parameter_names(written)
+        written = open_skeleton(untied_config, model_class=whole_class)
+        first_names = parameter_names(open_skeleton(untied_config, model_class=model_class))
         if still_tied := [each for each in untied if first_names[each] != each]:
             raise ModelNotSupportedError(
                 f"{adapter}: the adapters change either the embedding or the head, and a {type(plain).__name__} shares "
@@ -94,7 +104,7 @@ def merge_adapter(
             )
     if (settings := read_generation_config(adapter)) is not None:
         written.generation_config = settings
-    contents = _contents(base_tensors, merged, untied, getattr(torch, dtype) if dtype else None)
+    contents = _contents(base_tensors, whole, merged, untied, getattr(torch, dtype) if dtype else None)
 
     def fill(part: Path) -> None:
         """Write the model, the tokenizer, the processor of images, and code that belongs to one of them."""
@@ -228,17 +238,22 @@ def _find_untied(base: _Base, merged: _Merged) -> list[str]:
     return untied
 
 
-def _contents(base: _Base, merged: _Merged, untied: Collection[str], dtype: torch.dtype | None) -> Contents:
+def _contents(
+    base: _Base, whole: _Base, merged: _Merged, untied: Collection[str], dtype: torch.dtype | None
+) -> Contents:
     """Return the weights of the folder: those of the base in its order, and then tensors that only the merged model has.
 
     Args:
-        base: the tensors of the base.
+        base: the tensors of the base, in the class of the adapters.
+        whole: the tensors of the base, in the class of the folder that is written.
         merged: the tensors of the merged model.
         untied: names of the parameters that were one in the base, and have different values now.
         dtype: the dtype of the merged weights; None for each tensor's own in the base.
     """
     cast = set[str]() if dtype is None else _find_cast(base, dtype)
-    sources = {source for name in cast if name in base.target_of for source in base.target_of[name].sources}
+    cast_in_whole = cast if whole is base or dtype is None else _find_cast(whole, dtype)
+    targets = [whole.target_of[name] for name in cast_in_whole if name in whole.target_of]
+    sources = {source for target in targets for source in target.sources}
 
     def copied(names: Sequence[str]) -> Group:
         """Return the group of tensors of the checkpoint that stay as they are."""
@@ -250,11 +265,12 @@ def _contents(base: _Base, merged: _Merged, untied: Collection[str], dtype: torc
 
     joined, added = _find_changed(base, merged, untied)
     groups = [*_groups_in_order(base.checkpoint, joined, copied, changed), *map(changed, added)]
-    separate = [name for name, first in base.first_names.items() if first == name or name in untied]
+    first = [whole.meta(name) for name, first_name in whole.first_names.items() if first_name == name]
+    separate = [base.meta(name) for name in untied if base.first_names[name] != name]
     base_dtype = base.model.config.dtype
     if not isinstance(base_dtype, torch.dtype):
         base_dtype = base.meta(next(iter(base.first_names))).dtype
-    return Contents(groups, dtype or base_dtype, sum(base.meta(name).numel() for name in separate))
+    return Contents(groups, dtype or base_dtype, sum(each.numel() for each in [*first, *separate]))
 
 
 def _find_cast(base: _Base, dtype: torch.dtype) -> set[str]:

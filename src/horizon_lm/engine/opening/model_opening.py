@@ -21,7 +21,7 @@ from horizon_lm.engine.opening.same_weights import SameWeights
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import gguf_weights, hf_config, hub
 from horizon_lm.model.adapter_kinds import adapted_model
-from horizon_lm.model.adapters import Adapters, base_of_adapters, open_base
+from horizon_lm.model.adapters import Adapters, base_of_adapters, class_of_adapters, open_base
 from horizon_lm.model.files.checkpoint_loader import load_weights
 from horizon_lm.model.files.written_weights import main_dtype
 from horizon_lm.model.opening import opened_dtype
@@ -93,7 +93,8 @@ def _open(request: OpenRequest, options: dict[str, Any]) -> Any:
         return _open_gguf(request, folder, arguments, quantization)
     # A source that is given was opened with these changes (`OpenRequest.source`).
     source = request.source or ModelSource(
-        _copy_with(config, changes), str(folder), folder, model_class=request.model_class,
+        _copy_with(config, changes), str(folder), folder,
+        model_class=request.model_class or class_of_adapters(request.adapters, config),
         trust_remote_code=request.trust_remote_code, attn_implementation=arguments.attn_implementation,
         dtype=opened_dtype(precision),
     )  # fmt: skip

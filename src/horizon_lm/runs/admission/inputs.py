@@ -13,7 +13,7 @@ from horizon_lm.memory.layout.model import ModelLayout
 from horizon_lm.memory.layout.units import StorageLayout
 from horizon_lm.model import hf_config, hub
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, require_weights
-from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.adapters import Adapters, class_of_adapters
 from horizon_lm.model.components import Component, frozen_components
 from horizon_lm.model.files.quantized_checkpoint import Quantized
 from horizon_lm.model.files.weight_files import WeightFiles
@@ -201,7 +201,7 @@ def _checked_model(run: RunConfig, config: Any, folder: Path | None) -> ModelSou
         if (adapter / ADAPTER_CONFIG).is_file():
             require_weights(adapter)
     return ModelSource(
-        config, run.model_name_or_path, folder, trust_remote_code=run.trust_remote_code,
+        config, run.model_name_or_path, folder, model_class=class_of_adapters(Adapters.of(run), config), trust_remote_code=run.trust_remote_code,
         attn_implementation=run.attn_implementation, dtype=opened_dtype(run.precision),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from horizon_lm.memory.layout.units import FLOAT32
 from horizon_lm.memory.precision import join_master
 from horizon_lm.model import hf_config, skeletons
 from horizon_lm.model.adapter_config import share_weights
-from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
+from horizon_lm.model.adapters import ADAPTER_CONFIG, PREFIX, Adapters, base_of_adapters
 from horizon_lm.model.files.checkpoint_loader import parameter_names
 from horizon_lm.model.files.checkpoint_reader import DTYPES
 from horizon_lm.model.files.checkpoint_writer import write_folder
@@ -140,9 +140,8 @@ def _save_adapters(
     for name, config_folder in configs.items():
         if (config_folder / ADAPTER_CONFIG).is_file():
             model = Adapters(folder=str(config_folder)).add_to(model, draw=False, name=name)
-    prefix = "base_model.model."  # of names in PEFT's model
     dtype = dtype or weights.written_dtype
-    state = {prefix + name: weights.master(name).to(dtype or weights.meta(name).dtype) for name in weights.unit_of}
+    state = {PREFIX + name: weights.master(name).to(dtype or weights.meta(name).dtype) for name in weights.unit_of}
     model.save_pretrained(folder, state_dict=state)
     write_generation_config(model.generation_config, folder)  # PEFT does not
     share_weights(folder)
