@@ -1,6 +1,8 @@
 """Ports, environments and outputs of runs on several ranks, and their comparison with a run in one process."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -10,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+import horizon_lm
+from horizon_lm.errors import InterruptedRunError
 
 
 def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
@@ -63,3 +69,30 @@ def assert_same(ranks: Path, one: Path, tolerance: float = 1e-5, micro_batches: 
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[1].items():
         assert torch.allclose(weights[0][name], value, atol=3e-4), name
+
+
+def run_as_rank(
+    rank: int, world: int, settings: dict[str, Any], callbacks: Sequence[Any] = (), objective: Any = None
+) -> str:
+    """Train as one rank, and return the folder of the run."""
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+    }  # fmt: skip
+    try:
+        return str(horizon_lm.train(settings, objective=objective, callbacks=callbacks).output_dir)
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+
+
+def interrupted(rank: int, world: int, settings: dict[str, Any], stop_after: int) -> str:
+    """Train until a signal reaches one of the ranks during a step."""
+
+    class Signal(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if rank == world - 1 and state.global_step == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(InterruptedRunError) as error:
+        run_as_rank(rank, world, settings, [Signal()])
+    return str(error.value)

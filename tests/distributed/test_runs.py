@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from horizon_lm.runs.data import tokenized_table
 from horizon_lm.runs.data.loader import deal
 from horizon_lm.runs.training import resume
 from tests.distributed.pool import Pool
-from tests.distributed.runs import assert_same, environment_of, free_port, outputs_of
+from tests.distributed.runs import assert_same, environment_of, free_port, interrupted, outputs_of, run_as_rank
 from tests.e2e import resuming, tiny
 from tests.e2e.processes import RunProcess
 from tests.support.thinned_cases import without
@@ -43,20 +41,6 @@ def mean_of_targets(model: Any, batch: Any) -> Any:
     """Return the loss of docs/python-api.md, a mean over the targets of a batch."""
     logprobs = horizon_lm.token_logprobs(model, labels=batch.labels, **batch.inputs()).logprobs
     return -logprobs.sum() / batch.num_trained, {"least_likely": logprobs.detach().min()}
-
-
-def run_as_rank(
-    rank: int, world: int, settings: dict[str, Any], callbacks: Sequence[Any] = (), objective: Any = None
-) -> str:
-    """Train as one rank, and return the folder of the run."""
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
-    }  # fmt: skip
-    try:
-        return str(horizon_lm.train(settings, objective=objective, callbacks=callbacks).output_dir)
-    finally:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]
 
 
 def pairs(folder: Path) -> dict[str, Any]:
@@ -212,19 +196,6 @@ def test_a_callback_that_fails_on_one_rank_ends_all(pool: Pool, base: dict[str, 
     assert of_first == "OSError: no room"
     assert of_second.startswith("InterruptedRunError: rank 0 has failed: OSError: no room")
     assert (tmp_path / "run" / "checkpoint-2" / "manifest.json").is_file()
-
-
-def interrupted(rank: int, world: int, settings: dict[str, Any], stop_after: int) -> str:
-    """Train until a signal reaches one of the ranks during a step."""
-
-    class Signal(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if rank == world - 1 and state.global_step == stop_after:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(InterruptedRunError) as error:
-        run_as_rank(rank, world, settings, [Signal()])
-    return str(error.value)
 
 
 def test_runs_go_on_with_other_numbers_of_ranks(pool: Pool, base: dict[str, Any], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
 from tests.e2e.tiny import save_model, write_jsonl
 from tests.support import image_models
-from tests.support.image_models import picture
+from tests.support.image_models import picture, write_rows
 
 SAVE = {
     "llava": image_models.save_llava,
@@ -31,17 +31,6 @@ SAVE = {
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return image_models.save_llava(tmp_path_factory.mktemp("llava"))
-
-
-def write_rows(folder: Path, count: int) -> Path:
-    """Write rows of which every third has no image, and every third but one has two."""
-    rows = []
-    for number in range(count):
-        picture(number, (24 + number, 18)).save(folder / f"{number}.png")
-        names = [f"{number}.png", "0.png"][: (1, 2, 0)[number % 3]]
-        turns = ("user", f"{'<image>' * len(names)}What is seen on night {number}?"), ("assistant", f"{number} stars.")
-        rows.append({"messages": [{"role": role, "content": content} for role, content in turns], "images": names})
-    return write_jsonl(folder / "rows.jsonl", rows)
 
 
 def settings(folder: Path, model: Path, **others: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
-from tests.e2e.tiny import build_tokenizer
+from tests.e2e.tiny import build_tokenizer, write_jsonl
 
 _TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -186,3 +186,14 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 def data_uri(image: Image.Image) -> str:
     """Return a picture as a data URI."""
     return f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}"
+
+
+def write_rows(folder: Path, count: int) -> Path:
+    """Write rows of which every third has no image, and every third but one has two."""
+    rows = []
+    for number in range(count):
+        picture(number, (24 + number, 18)).save(folder / f"{number}.png")
+        names = [f"{number}.png", "0.png"][: (1, 2, 0)[number % 3]]
+        turns = ("user", f"{'<image>' * len(names)}What is seen on night {number}?"), ("assistant", f"{number} stars.")
+        rows.append({"messages": [{"role": role, "content": content} for role, content in turns], "images": names})
+    return write_jsonl(folder / "rows.jsonl", rows)
