@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionBlock
 
 from horizon_lm.device.simulated import SimulatedDevice
@@ -132,3 +133,56 @@ def test_with_checked_gradients_and_kept_graphs() -> None:
     ):
         model = streamed(plain, device_micro_batch_size=1, **settings)
         require_same_step(model, plain, batch)
+
+
+class Reads(TorchFunctionMode):
+    """Counts the calls outside of blocks that wait for a device, because the host needs values of a tensor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count, self._in_block = 0, False
+
+        def counted_outside(*args: Any, **options: Any) -> Any:
+            self._in_block = True
+            try:
+                return run_block(*args, **options)
+            finally:
+                self._in_block = False
+
+        for each in (block_computation, block_autograd):
+            monkeypatch.setattr(each, "run_block", counted_outside)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of_mask = func is torch.Tensor.__getitem__ and getattr(args[1], "dtype", None) == torch.bool
+        if not self._in_block and (of_mask or getattr(func, "__name__", "") in READING):
+            self.count += 1
+        return func(*args, **kwargs or {})
+
+
+READING = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__index__", "__float__")
+# By type, the tensors with borders in a pass: of all images and of windows; of all images; a mask.
+BORDERS = {"qwen2_5_vl": 2, "qwen3_vl": 1, "mistral3": 1}
+
+
+@pytest.mark.parametrize("kind", BORDERS)
+def test_borders_are_read_once_in_a_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However deep the tower is, in the forward pass and in the recomputation."""
+    counts = {}
+    for depth in (2, 5):
+        config = copy.deepcopy(tiny(kind).config)
+        config.vision_config.depth = config.vision_config.num_hidden_layers = depth
+        torch.manual_seed(0)
+        plain = type(tiny(kind))(config).train()
+        batch, _ = batches_of(plain)
+        for size in (None, 1):
+            model = streamed(plain, device_micro_batch_size=size, check_recompute=False)
+            model(**batch).loss.backward()  # finds out how the tower is cut
+            model.zero_grad()
+            lengths = lengths_of(model, monkeypatch, dim=1 if kind == "mistral3" else 0)
+            model(**batch).loss.backward()
+            assert [*map(len, lengths.values())] == [2 * (1 if size is None else 4)] * depth
+            with Reads(monkeypatch) as reads:
+                model(**batch).loss.backward()
+            counts[depth, size] = reads.count
+    # One more: the seeds of micro-batches, which are drawn on the host.
+    assert {counts[depth, 1] - counts[depth, None] for depth in (2, 5)} == {BORDERS[kind] + 1}, counts

@@ -1,6 +1,7 @@
 """A forward pass of the model, which owns its state from the first copy to its end or failure."""
 
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,6 +100,7 @@ class ForwardPass:
         randomness: random states of the micro-batches.
         outputs: the structure of the outputs of each computed block, by the number of the batch.
         anchor: the tensor that autograd nodes depend on, besides their inputs.
+        borders: the values that `TowerCuts` has read from the device, with the tensor that they are from.
     """
 
     def __init__(self, engine: EngineState, request: ForwardRequest) -> None:
@@ -115,6 +117,7 @@ class ForwardPass:
         self.randomness = MicroBatchRandomness(engine.device, 1)
         self.outputs: dict[int, dict[int, RowOutputs]] = {}
         self.anchor: torch.Tensor | None = None
+        self.borders: dict[Any, tuple[weakref.ref[torch.Tensor], list[int]]] = {}
 
     def begin(self) -> None:
         """Start the pass: make its tasks. The model's forward method computes the units; the first one issues the copies before it.

@@ -3,10 +3,11 @@
 Shapes: B batch rows, T tokens of a row.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,18 +23,20 @@ from horizon_lm.model.block_template import StreamedBlock
 Rows = tuple[int, int]  # the rows [start, stop) of a batch
 
 
-class Special(Enum):
-    """A tensor whose rows are found by its values.
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """A tensor with the first row of each segment in order, and the number of all rows, as attention in segments of different lengths
+    takes them.
 
     Attributes:
-        BORDERS: the first row of each segment, and the number of all rows, as attention in segments of different lengths takes them.
+        values: its values, if the host knows them; otherwise they are read when it is cut, which waits for the device.
     """
 
-    BORDERS = "borders"
+    values: Sequence[int] = ()
 
 
-# The dimension of a tensor that has the rows, both dimensions of a mask from rows to rows, or none.
-RowDim = int | tuple[int, int] | Literal[Special.BORDERS] | None
+# The dimension of a tensor that has the rows, both dimensions of a mask from rows to rows, the borders between rows, or none.
+RowDim = int | tuple[int, int] | Borders | None
 _OUTSIDE = 1 << 61  # the bit in which the seed of code outside of blocks differs from a micro-batch's seed
 
 
@@ -170,8 +173,9 @@ def run_block(
 def slice_rows(tensor: torch.Tensor, dim: RowDim, rows: Rows) -> torch.Tensor:
     """Return these rows of a tensor, or the whole tensor if it has no row dimension. Borders are counted from the first of these rows."""
     start, stop = rows
-    if dim is Special.BORDERS:
-        return tensor[(tensor >= start) & (tensor <= stop)] - start
+    if isinstance(dim, Borders):
+        values = dim.values or tensor.tolist()
+        return tensor[bisect_left(values, start) : bisect_right(values, stop)] - start
     for each in () if dim is None else (dim,) if isinstance(dim, int) else dim:
         tensor = tensor.narrow(each, start, stop - start)
     return tensor

@@ -7,6 +7,7 @@ for each kind of block (`is_separable`).
 """
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.forward_pass import Batch
+from horizon_lm.engine.passes.forward_pass import Batch, version_of
 from horizon_lm.engine.passes.micro_batches import (
     BatchParts,
     BlockCall,
     BlockCalls,
+    Borders,
     MicroBatch,
     RowDim,
     Rows,
-    Special,
     cut_batches,
 )
 from horizon_lm.engine.units.row_dims import shapes_at
@@ -86,7 +87,10 @@ class TowerCuts:
                 pieces = self._pieces_of(index, batch, call, layout)
                 if len(pieces) > 1:
                     found = [MicroBatch(number, start, stop, False, layout.hidden) for start, stop in pieces]
-                    calls.dims[calls.spans[number]] = layout.dims
+                    calls.dims[calls.spans[number]] = [
+                        Borders(self._read(tensor, dim)) if isinstance(dim, Borders) else dim
+                        for tensor, dim in zip(call.tensors, layout.dims, strict=True)
+                    ]
             parts += found
             streams += [cut.streams[number]] * len(found)
         calls.cut = BatchParts(cut.batches, rows, parts, streams, cut.segments, cut.num_rows)
@@ -95,7 +99,7 @@ class TowerCuts:
         """Return the pieces of a batch that a block computes at once; none if it computes the batch as a whole."""
         rows, of_batch = layout.rows_of(call), self._engine.forward.num_rows[batch]
         limit = -(-rows * self._engine.options.rows_at_once(of_batch) // of_batch)
-        borders = _borders(call, layout, rows)
+        borders = self._borders(call, layout, rows)
         pieces = [] if borders is None else _pieces(borders, limit)
         if borders is not None and len(pieces) > 1:
             if index not in self._structures:
@@ -110,6 +114,29 @@ class TowerCuts:
             self._warn_of_whole(index)
             return []
         return pieces
+
+    def _borders(self, call: BlockCall, layout: _Layout, rows: int) -> list[int] | None:
+        """Return the rows between which the inputs of a block can be cut, with the first row and the number of rows; None if there are none."""
+        found = [
+            set(self._read(tensor, dim))
+            for tensor, dim in zip(call.tensors, layout.dims, strict=True)
+            if isinstance(dim, Borders | tuple)
+        ]
+        if not found:
+            # Side by side, each image with dimensions of its own; patches one after the other, (patches, H), would all attend to each other.
+            return list(range(rows + 1)) if layout.hidden == 0 and call.tensors[call.hidden].ndim > 2 else None
+        borders = sorted(set.intersection(*found))
+        return borders if borders and (borders[0], borders[-1]) == (0, rows) else None
+
+    def _read(self, tensor: torch.Tensor, dim: Borders | tuple[int, int]) -> list[int]:
+        """Return the borders in a tensor; none if they are not in order. They are read once in a pass, because that waits for the device,
+        and all blocks of a tower get the same tensors.
+        """
+        known, key = self._engine.forward.borders, (id(tensor), version_of(tensor), dim)
+        if key not in known or known[key][0]() is not tensor:  # another one may have its identity once it is freed
+            values = tensor.tolist() if isinstance(dim, Borders) else _borders_of_mask(tensor, dim)
+            known[key] = weakref.ref(tensor), values if values == sorted(values) else []
+        return known[key][1]
 
     def _warn_of_whole(self, index: int) -> None:
         """Warn once of each tower with a block that computes batches as a whole."""
@@ -188,7 +215,7 @@ def _row_dim(tensor: torch.Tensor, larger: torch.Size) -> RowDim:
     if not changed:
         return None
     if _has_borders(tensor, larger):
-        return Special.BORDERS
+        return Borders()
     return changed[0] if len(changed) == 1 else (changed[0], changed[1])
 
 
@@ -199,22 +226,7 @@ def _has_borders(tensor: torch.Tensor, larger: torch.Size) -> bool:
     )
 
 
-def _borders(call: BlockCall, layout: _Layout, rows: int) -> list[int] | None:
-    """Return the rows between which the inputs of a block can be cut, with the first row and the number of rows; None if there are none."""
-    found: list[set[int]] = []
-    for tensor, dim in zip(call.tensors, layout.dims, strict=True):
-        if dim is Special.BORDERS:
-            found.append(set(tensor.tolist()))
-        elif isinstance(dim, tuple):
-            found.append(_borders_of_mask(tensor, dim))
-    if not found:
-        # Side by side, each image with dimensions of its own; patches one after the other, (patches, H), would all attend to each other.
-        return list(range(rows + 1)) if layout.hidden == 0 and call.tensors[call.hidden].ndim > 2 else None
-    borders = sorted(set.intersection(*found))
-    return borders if borders and (borders[0], borders[-1]) == (0, rows) else None
-
-
-def _borders_of_mask(mask: torch.Tensor, dims: tuple[int, int]) -> set[int]:
+def _borders_of_mask(mask: torch.Tensor, dims: tuple[int, int]) -> list[int]:
     """Return the rows across which a mask lets nothing through. ``dims``: its dimensions of rows."""
     visible = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
     visible = visible.movedim(dims, (0, 1)).flatten(2).any(2) if mask.ndim > 2 else visible  # (rows, rows)
@@ -228,7 +240,7 @@ def _borders_of_mask(mask: torch.Tensor, dims: tuple[int, int]) -> set[int]:
     )  # visible from a row and those before
     first = torch.where(sees_any, bits.argmax(1), rows).flip(0).cummin(0).values.flip(0)  # and from those behind
     between = (last[:-1] < places[1:]) & (first[1:] >= places[1:])
-    return {0, rows, *places[1:][between].tolist()}
+    return [0, *(place for place, is_border in enumerate(between.tolist(), 1) if is_border), rows]
 
 
 def _smallest_pair(borders: Sequence[int]) -> list[Rows]:
