@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import pytest
 
+from horizon_lm.common.constants import BATCHES_AHEAD
 from horizon_lm.errors import DataError
-from horizon_lm.runs.data.ahead import NUM_AHEAD, BatchesAhead
+from horizon_lm.runs.data.ahead import BatchesAhead
 
 
 class Rows:
@@ -62,11 +63,11 @@ def test_only_the_next_ones_are_built_ahead() -> None:
     build = Builder()
     with ahead(build, 100) as batches:
         batches.batch(3)
-        build.wait_for(1 + NUM_AHEAD)
-        assert sorted(build.threads) == [3, *range(4, 4 + NUM_AHEAD)]
+        build.wait_for(1 + BATCHES_AHEAD)
+        assert sorted(build.threads) == [3, *range(4, 4 + BATCHES_AHEAD)]
         batches.batch(4)
-        build.wait_for(2 + NUM_AHEAD)
-        assert sorted(build.threads) == [3, *range(4, 5 + NUM_AHEAD)]
+        build.wait_for(2 + BATCHES_AHEAD)
+        assert sorted(build.threads) == [3, *range(4, 5 + BATCHES_AHEAD)]
 
 
 def test_an_error_is_that_of_its_own_batch() -> None:

@@ -1,10 +1,16 @@
 """Plans of runs whose rows have images, with the processor in the model's folder and without one."""
 
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlavaConfig, LlavaForConditionalGeneration, PixtralVisionConfig
+import torch
+from transformers import AutoConfig, AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration, PixtralVisionConfig
 
 from horizon_lm.cli.plan_arguments import Size, read_arguments
 from horizon_lm.cli.planned_run import plan_one
@@ -12,16 +18,24 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.planning.arithmetic.device_memory import device_use
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.render import plan_lines
-from tests.support.image_models import save_gemma3, save_llava, save_qwen2_5_vl
+from horizon_lm.runs.config.load import as_config
+from horizon_lm.runs.data.ahead import BatchesAhead
+from horizon_lm.runs.data.batch import Batch
+from horizon_lm.runs.data.loader import batch_from
+from horizon_lm.runs.data.token_dataset import TokenTable
+from horizon_lm.runs.data.vision import Vision
+from horizon_lm.runs.training.rows import RunData, load_data
+from tests.e2e.tiny import write_jsonl
+from tests.support.image_models import picture, save_gemma3, save_llava, save_qwen2_5_vl
 
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
-def planned(folder: Path, images: int | None, **settings: Any) -> Plan:
-    """Plan a run on another machine, as the command does."""
+def planned(folder: Path, images: int | None, device: str = "rtx-4090", **settings: Any) -> Plan:
+    """Plan a run, on another machine by default, as the command does."""
     values = {"max_length": 256, "per_device_train_batch_size": 2, "device_micro_batch_size": 1} | settings
     options = [token for name, value in values.items() for token in (f"--{name}", str(value))]
-    run, hardware = read_arguments(options, str(folder), "rtx-4090", None)
+    run, hardware = read_arguments(options, str(folder), device, None)
     return plan_one(run, hardware, Size(), images).plan
 
 
@@ -96,6 +110,97 @@ def test_notes_about_frozen_parts_follow_the_images_that_a_plan_counts(tmp_path:
     assert "if no row has an image, vision tower and projector are frozen, too" in notes[None]
     assert "vision tower and projector are frozen, because no row has an image" in notes[0]
     assert "image" not in notes[1].replace("images are", "")
+
+
+def write_rows(file: Path, *images: int) -> Path:
+    """Write rows with these numbers of images, which are squares of 64 x 64 pixels."""
+    picture(0, (64, 64)).save(file.parent / "picture.png")
+    rows = [
+        {"prompt": "<image>" * num + "What is it?", "completion": "A star.", "images": ["picture.png"] * num}
+        for num in images
+    ]
+    return write_jsonl(file, rows)
+
+
+def load_rows(folder: Path, **settings: Any) -> RunData:
+    """Return the rows of a run as training reads them."""
+    config = as_config(
+        {"objective": "sft", "model_name_or_path": str(folder), "device": "cpu", "output_dir": "run", **settings}, {}
+    )
+    return load_data(
+        config, AutoTokenizer.from_pretrained(folder), vision=Vision(folder, AutoConfig.from_pretrained(folder))
+    )
+
+
+class LiveImages:
+    """The tensors of images that batches hold."""
+
+    def __init__(self) -> None:
+        self._tensors = list[weakref.ref[torch.Tensor]]()
+
+    @contextmanager
+    def batches(self, build: Callable[[int], Batch], end: int, rows: TokenTable) -> Iterator[BatchesAhead]:
+        """Build batches as a run does."""
+
+        def watched(number: int) -> Batch:
+            batch = build(number)
+            self._tensors += map(weakref.ref, pixels_of(batch))
+            return batch
+
+        with BatchesAhead(watched, end, rows) as batches:
+            yield batches
+
+    def num_bytes(self, *batches: BatchesAhead) -> int:
+        """Return the bytes that are held once all batches that were begun are built."""
+        for pending in (each for group in batches for each in group._pending.values()):
+            pending.result()
+        gc.collect()
+        return sum(tensor.nbytes for each in self._tensors if (tensor := each()) is not None)
+
+
+@pytest.mark.parametrize("save", [save_qwen2_5_vl, save_llava, save_gemma3])
+def test_host_memory_has_the_images_of_batches_that_are_built_ahead(save: Any, tmp_path: Path) -> None:
+    """During a step, and during an evaluation in which the next training batches wait. On a CPU, the current one is in the device's share."""
+    folder = save(tmp_path / "model")
+    data = load_rows(
+        folder, datasets=[str(write_rows(tmp_path / "rows.jsonl", *[2] * 12))], per_device_train_batch_size=2,
+        eval_datasets=[str(write_rows(tmp_path / "eval.jsonl", *[2] * 12))],
+    )  # fmt: skip
+    (eval_rows,), images = data.eval_sets.values(), LiveImages()
+    with (
+        images.batches(data.loader.batch, 6, data.training.packed) as training,
+        images.batches(partial(evaluation_batch, eval_rows), 4, eval_rows) as evaluation,
+    ):
+        current = training.batch(0)
+        in_step, of_current = images.num_bytes(training), sum(each.nbytes for each in pixels_of(current))
+        del current
+        current = evaluation.batch(0)
+        in_evaluation = images.num_bytes(training, evaluation)
+        of_evaluated = sum(each.nbytes for each in pixels_of(current))
+
+    def host_images(**settings: Any) -> int:
+        plan = planned(folder, 2, image_max_pixels=4096, **settings)
+        return next(item.bytes for item in plan.host.items if item.name == "images")
+
+    assert host_images() == in_step > 0
+    assert host_images(device="cpu") == in_step - of_current
+    evaluated = {
+        "eval_datasets": str(tmp_path / "eval.jsonl"),
+        "per_device_eval_batch_size": 3,
+        "eval_strategy": "epoch",
+        "max_steps": 6,
+    }
+    assert host_images(**evaluated) == in_evaluation > in_step
+    assert host_images(device="cpu", **evaluated) == in_evaluation - of_evaluated
+    assert not any(item.name == "images" for item in planned(folder, 0).host.items)
+
+
+def evaluation_batch(rows: TokenTable, number: int) -> Batch:
+    return batch_from(rows, 3 * number, 3)
+
+
+def pixels_of(batch: Batch) -> list[torch.Tensor]:
+    return [value for name, value in batch.image_inputs.items() if not name.endswith("token_type_ids")]
 
 
 def test_a_tower_with_a_mask_over_all_images_is_rejected(tmp_path: Path) -> None:

@@ -33,5 +33,8 @@ COLLECTIVE_BYTES = 64 * 2**20
 DEVICE_MARGIN = 0.05
 """Share of the device memory that is left to fragmentation in the framework's allocator."""
 
+BATCHES_AHEAD = 2
+"""Batches with images that a run holds besides the current one, each built by a thread of its own."""
+
 LANGUAGE_MODEL = " (text)"
 """End of the name of the language model in a multimodal model that is known by name."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from horizon_lm.common.constants import DEVICE_MARGIN
+from horizon_lm.common.constants import BATCHES_AHEAD, DEVICE_MARGIN
 from horizon_lm.common.quantities import counted, format_bytes
 from horizon_lm.planning.arithmetic.device_memory import DeviceUse
 from horizon_lm.planning.arithmetic.host_memory import (
@@ -126,10 +126,29 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     items += [
         PlannedBytes("staging", machine.staging_bytes, "page-locked transfer buffers"),
         PlannedBytes("export", export, "one unit while it is written"),
+        PlannedBytes(
+            "images",
+            _waiting_images(step, machine),
+            f"pixels of a batch and of the next {BATCHES_AHEAD}, which are built meanwhile",
+        ),
         PlannedBytes("process", machine.process_bytes, "interpreter, libraries and dataset"),
         PlannedBytes("compilers", workers * _WORKER_BYTES, f"{workers} torch.compile worker processes"),
     ]
     return Budget.of([item for item in items if item.bytes], machine.host_limits)
+
+
+def _waiting_images(step: Step, machine: Machine) -> int:
+    """Return the bytes of pixels in batches in host memory, at most. If the device computes there, it has those of the current one already."""
+    images, settings = step.outline.images, step.settings
+    if images is None:
+        return 0
+    num_current = 0 if machine.on_host else 1
+    # During an evaluation, the next batches of the training wait, too. Only sample prompts, whose rows nothing reduces, have no images.
+    evaluated = [
+        images.pixels.at(each.rows) * (BATCHES_AHEAD + num_current) for each in settings.forwards if each.setting
+    ]
+    own = images.pixels.at(settings.rows)
+    return BATCHES_AHEAD * own + max([num_current * own, *evaluated])
 
 
 _TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")

@@ -176,6 +176,7 @@ class ImageCosts:
         patches: tokens of an image in the blocks of towers, before any of them are merged.
         order: the embedding and the blocks in the order in which a pass computes them.
         differentiated: the blocks of towers through which gradients flow.
+        pixels: bytes of the tensors of images in a batch.
         held: bytes that this code keeps throughout a step, pixels among them.
         live: bytes that are in use at different moments while this code computes; each may be the largest for some number of rows.
         forward, backward: work of this code.
@@ -187,6 +188,7 @@ class ImageCosts:
     patches: int
     order: tuple[Unit, ...]
     differentiated: frozenset[int]
+    pixels: Linear[int]
     held: Linear[int]
     live: Sequence[Linear[int]]
     forward: Linear[Work]

@@ -124,7 +124,7 @@ def image_costs(
     costs = ImageCosts(
         per_row=per_row, tokens=images.tokens, patches=max((_patches(call) for call in first.calls.values()), default=0),
         order=first.units, differentiated=frozenset(index for index in first.differentiated if index < decoder),
-        held=_of_rows(held[0], held[1], per_row),
+        pixels=_of_rows(pixels[0], pixels[1], per_row), held=_of_rows(held[0], held[1], per_row),
         live=[_of_rows(one + pixels[0], two + pixels[1], per_row) for one, two in _largest(runs[0].history, runs[1].history)],
         forward=_of_rows(runs[0].forward, runs[1].forward, per_row), backward=_of_rows(runs[0].backward, runs[1].backward, per_row),
         note=images.note,

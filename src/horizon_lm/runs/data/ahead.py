@@ -4,10 +4,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
+from horizon_lm.common.constants import BATCHES_AHEAD
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.data.token_dataset import TokenTable
-
-NUM_AHEAD = 2  # batches that are held besides the current one, each built by a thread of its own
 
 
 class BatchesAhead:
@@ -23,8 +22,8 @@ class BatchesAhead:
     """
 
     def __init__(self, build: Callable[[int], Batch], end: int, rows: TokenTable) -> None:
-        self._build, self._end, self._num_ahead = build, end, NUM_AHEAD if rows.has_images else 0
-        self._threads = ThreadPoolExecutor(NUM_AHEAD, "horizon-images")  # starts none before it has work
+        self._build, self._end, self._num_ahead = build, end, BATCHES_AHEAD if rows.has_images else 0
+        self._threads = ThreadPoolExecutor(BATCHES_AHEAD, "horizon-images")  # starts none before it has work
         self._pending: dict[int, Future[Batch]] = {}
 
     def __enter__(self) -> "BatchesAhead":
