@@ -1,6 +1,7 @@
 """Plans of runs whose rows have images, with the processor in the model's folder and without one."""
 
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ from horizon_lm.cli.planned_run import plan_one
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.arithmetic.device_memory import device_use
 from horizon_lm.planning.arithmetic.plan import Plan
-from horizon_lm.planning.arithmetic.render import plan_lines
+from horizon_lm.planning.arithmetic.render import plan_as_json, plan_lines, write_plan
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.data.ahead import BatchesAhead
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.data.loader import batch_from
 from horizon_lm.runs.data.token_dataset import TokenTable
 from horizon_lm.runs.data.vision import Vision
+from horizon_lm.runs.run_files import read_plan
 from horizon_lm.runs.training.rows import RunData, load_data
 from tests.e2e.tiny import write_jsonl
 from tests.support.image_models import picture, save_gemma3, save_llava, save_qwen2_5_vl
@@ -53,9 +55,7 @@ def test_a_config_and_a_processor_say_the_same(tmp_path: Path) -> None:
     folder = save_qwen2_5_vl(tmp_path / "qwen")
     with_processor = planned(folder, 2, image_max_pixels=4096)
     from_config = planned(without_processor(folder), 2, image_max_pixels=4096)
-    assert (
-        line_of(with_processor).split(maxsplit=1)[1] == "2 a row, each 64 patches in the tower and 16 tokens of the row"
-    )
+    assert line_of(with_processor).split(maxsplit=1)[1] == "2 a row: 128 patches in the tower and 32 tokens of the row"
     assert line_of(with_processor) == line_of(from_config)
     uses = [device_use(each.step) for each in (with_processor, from_config)]
     assert uses[0] == uses[1]
@@ -95,6 +95,28 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
     assert any("images take 32 tokens of a row, and max_length is 24" in line for line in lines)
     with pytest.raises(ConfigError, match="give --image_max_pixels"):
         planned(without_processor(folder), 1)
+
+
+@pytest.mark.parametrize("device", ["rtx-4090", "cpu"])
+def test_the_json_of_a_plan_has_the_images(device: str, tmp_path: Path) -> None:
+    """With the numbers of the text and of the budgets, and it is read back as a report does."""
+    folder = save_qwen2_5_vl(tmp_path / "qwen")
+    plan = planned(folder, 3, device, image_max_pixels=4096)
+    write_plan(plan, "auto", tmp_path)
+    content = json.loads((tmp_path / "plan.json").read_text())
+    images = content["images"]
+    assert line_of(plan).endswith(
+        f"{images['per_row']} a row: {images['patches']} patches in the tower and {images['tokens']} tokens of the row"
+    )
+    on_device, in_host = (
+        {item["name"]: item["bytes"] for item in content[place]["items"]} for place in ("device", "host")
+    )
+    assert images["host_bytes"] == in_host["images"] > 0
+    assert images["device_bytes"] == (in_host["device: images"] if device == "cpu" else on_device["images"]) > 0
+    read = read_plan(tmp_path / "plan.json").images
+    assert read is not None
+    assert (read.per_row, read.tokens) == (3, 48)
+    assert plan_as_json(planned(folder, 0), "auto")["images"] is None
 
 
 def test_a_model_of_text_has_no_images(model: Path) -> None:

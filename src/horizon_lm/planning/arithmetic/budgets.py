@@ -14,6 +14,9 @@ from horizon_lm.planning.arithmetic.host_memory import (
 from horizon_lm.planning.arithmetic.request import Budget, Limit, Machine, PlannedBytes
 from horizon_lm.planning.arithmetic.step import Step
 
+IMAGES = "images"
+"""Name of the bytes of images, on the device and in host memory."""
+
 _WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the libraries of a run
 # The name and the note of each kind of buffers in a plan.
 _DEVICE_NAMES = {
@@ -65,7 +68,7 @@ def _device_items(step: Step, use: DeviceUse) -> list[PlannedBytes]:
     items.append(PlannedBytes("masks and positions", use.shared, f"for {step.outline.attention} attention"))
     if (images := step.outline.images) is not None:
         note = f"pixels and features of {counted(images.per_row * settings.rows, 'image')}"
-        items.append(PlannedBytes("images", use.images, note))
+        items.append(PlannedBytes(IMAGES, use.images, note))
     return items
 
 
@@ -127,7 +130,7 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
         PlannedBytes("staging", machine.staging_bytes, "page-locked transfer buffers"),
         PlannedBytes("export", export, "one unit while it is written"),
         PlannedBytes(
-            "images",
+            IMAGES,
             _waiting_images(step, machine),
             f"pixels of a batch and of the next {BATCHES_AHEAD}, which are built meanwhile",
         ),

@@ -172,8 +172,8 @@ class ImageCosts:
 
     Attributes:
         per_row: images of a row.
-        tokens: tokens of the decoder that stand for an image.
-        patches: tokens of an image in the blocks of towers, before any of them are merged.
+        tokens: tokens of a row that stand for its images.
+        patches: tokens of these images in the blocks of towers, before any of them are merged.
         order: the embedding and the blocks in the order in which a pass computes them.
         differentiated: the blocks of towers through which gradients flow.
         pixels: bytes of the tensors of images in a batch.

@@ -20,6 +20,27 @@ class PlannedModel:
     vocabulary: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedImages:
+    """The images of each row.
+
+    Attributes:
+        per_row: their number.
+        patches: their tokens in the blocks of towers, before any of them are merged.
+        tokens: tokens of the row that stand for them.
+        device_bytes: bytes of the images of a step on the device: pixels, features, and masks and rotary tables of towers.
+        host_bytes: bytes of pixels in host memory, at most.
+        note: what had to be assumed about them.
+    """
+
+    per_row: int
+    patches: int
+    tokens: int
+    device_bytes: int
+    host_bytes: int
+    note: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
     """The shape of a step and the settings chosen by the plan, with the reasons."""
@@ -92,6 +113,7 @@ class PlanFile:
     fits: bool = True
     model: PlannedModel
     run: PlannedRun
+    images: PlannedImages | None = None
     host: Budget
     device: Budget
     buffers: Budget | None = None

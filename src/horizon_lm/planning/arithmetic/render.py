@@ -18,10 +18,11 @@ from horizon_lm.common.quantities import (
     listed,
     table_lines,
 )
+from horizon_lm.planning.arithmetic.budgets import IMAGES
 from horizon_lm.planning.arithmetic.items import PLACES, overlaps, speeds, stalls, utilization
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.plan import Plan
-from horizon_lm.planning.arithmetic.plan_file import PlanFile, PlannedModel, PlannedRun, PlannedStep
+from horizon_lm.planning.arithmetic.plan_file import PlanFile, PlannedImages, PlannedModel, PlannedRun, PlannedStep
 from horizon_lm.planning.arithmetic.remedies import Remedy, smallest
 from horizon_lm.planning.arithmetic.request import Budget, Limit, Request
 from horizon_lm.planning.arithmetic.step_time import SaveTime, StepTime
@@ -53,14 +54,11 @@ def _image_lines(plan: Plan) -> Iterator[str]:
     images = outline.images
     if images is None:
         return
-    tokens = images.per_row * images.tokens
-    yield _row(
-        "images",
-        f"{images.per_row} a row, each {images.patches:,} patches in the tower and {counted(images.tokens, 'token')} of the row",
-    )
-    if tokens > outline.length:
+    tokens = counted(images.tokens, "token")
+    yield _row("images", f"{images.per_row} a row: {images.patches:,} patches in the tower and {tokens} of the row")
+    if images.tokens > outline.length:
         yield (
-            f"note: images take {counted(tokens, 'token')} of a row, and max_length is {outline.length:,}, so such rows are rejected; raise "
+            f"note: images take {tokens} of a row, and max_length is {outline.length:,}, so such rows are rejected; raise "
             "max_length or lower image_max_pixels"
         )
     if images.note:
@@ -304,7 +302,7 @@ def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> di
         None if time is None else PlannedStep(**{each.name: getattr(time, each.name) for each in fields(PlannedStep)})
     )
     content = PlanFile(
-        fits=plan.fits, model=_model(plan.step.outline), run=_run(plan, device),
+        fits=plan.fits, model=_model(plan.step.outline), run=_run(plan, device), images=_images(plan),
         host=plan.host, device=plan.device, buffers=plan.buffers, disk=plan.disk, download=plan.download,
         hardware=_as_dict(machine.hardware), interconnect=_as_dict(machine.interconnect), save=_as_dict(plan.save),
         step=step, memory=plan.curve, problems=list(plan.problems),
@@ -333,6 +331,15 @@ def _run(plan: Plan, device: str) -> PlannedRun:
         precision=request.precision, device=device, reasons=list(plan.reasons),
         settings={**settings.choices(), "slices": settings.slices, "attn_implementation": outline.attention},
     )  # fmt: skip
+
+
+def _images(plan: Plan) -> PlannedImages | None:
+    """Return the images of rows; None for rows of text."""
+    images = plan.step.outline.images
+    if images is None:
+        return None
+    in_host = sum(item.bytes for item in plan.host.items if item.name == IMAGES)
+    return PlannedImages(images.per_row, images.patches, images.tokens, plan.step.image_bytes, in_host, images.note)
 
 
 def write_plan(plan: Plan, device: str, folder: Path) -> None:

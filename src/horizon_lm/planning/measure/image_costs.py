@@ -122,7 +122,7 @@ def image_costs(
     ]  # fmt: skip
     idle = [index for index in range(decoder) if index not in first.calls]
     costs = ImageCosts(
-        per_row=per_row, tokens=images.tokens, patches=max((_patches(call) for call in first.calls.values()), default=0),
+        per_row=per_row, tokens=per_row * images.tokens, patches=per_row * max(map(_patches, first.calls.values()), default=0),
         order=first.units, differentiated=frozenset(index for index in first.differentiated if index < decoder),
         pixels=_of_rows(pixels[0], pixels[1], per_row), held=_of_rows(held[0], held[1], per_row),
         live=[_of_rows(one + pixels[0], two + pixels[1], per_row) for one, two in _largest(runs[0].history, runs[1].history)],
