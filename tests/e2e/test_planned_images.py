@@ -22,11 +22,12 @@ from horizon_lm.planning.arithmetic.render import plan_as_json, plan_lines, writ
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.data.ahead import BatchesAhead
 from horizon_lm.runs.data.batch import Batch
-from horizon_lm.runs.data.loader import batch_from
+from horizon_lm.runs.data.loader import batch_from, collate
 from horizon_lm.runs.data.token_dataset import TokenTable
 from horizon_lm.runs.data.vision import Vision
 from horizon_lm.runs.run_files import read_plan
 from horizon_lm.runs.training.rows import RunData, load_data
+from tests.e2e.resuming import Runs
 from tests.e2e.tiny import write_jsonl
 from tests.support.image_models import picture, save_gemma3, save_llava, save_qwen2_5_vl
 
@@ -134,12 +135,12 @@ def test_notes_about_frozen_parts_follow_the_images_that_a_plan_counts(tmp_path:
     assert "image" not in notes[1].replace("images are", "")
 
 
-def write_rows(file: Path, *images: int) -> Path:
-    """Write rows with these numbers of images, which are squares of 64 x 64 pixels."""
-    picture(0, (64, 64)).save(file.parent / "picture.png")
+def write_rows(file: Path, *images: int, size: tuple[int, int] = (64, 64)) -> Path:
+    """Write rows with these numbers of images, which are squares of 64 x 64 pixels by default."""
+    name = f"{file.stem}.png"
+    picture(0, size).save(file.parent / name)
     rows = [
-        {"prompt": "<image>" * num + "What is it?", "completion": "A star.", "images": ["picture.png"] * num}
-        for num in images
+        {"prompt": "<image>" * num + "What is it?", "completion": "A star.", "images": [name] * num} for num in images
     ]
     return write_jsonl(file, rows)
 
@@ -223,6 +224,113 @@ def evaluation_batch(rows: TokenTable, number: int) -> Batch:
 
 def pixels_of(batch: Batch) -> list[torch.Tensor]:
     return [value for name, value in batch.image_inputs.items() if not name.endswith("token_type_ids")]
+
+
+def write_run(folder: Path, *datasets: Path, **settings: Any) -> Path:
+    """Write a run file with these data."""
+    values = {
+        "model_name_or_path": str(folder),
+        "datasets": [str(each) for each in datasets],
+        "output_dir": "run",
+        "max_length": 256,
+    }
+    values |= {"per_device_train_batch_size": 2, "device_micro_batch_size": 1} | settings
+    file = folder.parent / "run.yaml"
+    file.write_text(json.dumps(values))  # which is YAML, too
+    return file
+
+
+def planned_file(file: Path, images: int | None = None) -> Plan:
+    """Plan the run of a file, as the command does."""
+    run, hardware = read_arguments([str(file)], None, "rtx-4090", None)
+    return plan_one(run, hardware, Size(), images).plan
+
+
+@pytest.mark.parametrize("save", [save_qwen2_5_vl, save_llava, save_gemma3])
+def test_a_run_file_is_planned_with_the_images_of_its_rows(save: Any, tmp_path: Path) -> None:
+    """The row with the most pixels counts, not the one with the most images; what it takes is what as many squares take."""
+    folder = save(tmp_path / "model")
+    small, large = write_rows(tmp_path / "small.jsonl", 0, 3, size=(16, 16)), write_rows(tmp_path / "large.jsonl", 1, 2)
+    plan, same = planned_file(write_run(folder, small, large)), planned(folder, 2, image_max_pixels=4096)
+    images, expected = plan.step.outline.images, same.step.outline.images
+    assert images is not None
+    assert expected is not None
+    assert (images.per_row, images.patches, images.tokens) == (2, expected.patches, expected.tokens)
+    assert line_of(plan) == f"{line_of(same)}; as in the one of the first 1,000 rows whose images have the most pixels"
+    # But for masks of the tokens between images.
+    assert device_use(plan.step).images == pytest.approx(device_use(same.step).images, rel=1e-3)
+    assert device_use(plan.step).activations == device_use(same.step).activations
+    assert images.pixels == expected.pixels
+    overruled = planned_file(write_run(folder, small, large), 1).step.outline.images
+    assert overruled is not None
+    assert overruled.per_row == 1
+
+
+def test_a_run_file_whose_images_cannot_be_read_is_planned_with_as_many(tmp_path: Path) -> None:
+    """Without a processor, or with damaged pictures, which a run reports. If the size of images is not known, text is planned."""
+    folder, rows = save_qwen2_5_vl(tmp_path / "qwen"), write_rows(tmp_path / "rows.jsonl", 1, 3)
+    (tmp_path / "rows.png").write_bytes(b"no picture")
+    damaged = planned_file(write_run(folder, rows, image_max_pixels=4096))
+    assert line_of(damaged).endswith(
+        "3 a row: 192 patches in the tower and 48 tokens of the row; as many as one of the first 1,000 rows has"
+    )
+    without_processor(folder)
+    assert line_of(planned_file(write_run(folder, rows, image_max_pixels=4096))) == line_of(damaged)
+    text = planned_file(write_run(folder, rows))
+    assert text.step.outline.images is None
+    assert any(
+        "rows of text are planned, because" in line and "give --image_max_pixels" in line for line in plan_lines(text)
+    )
+
+
+def test_a_run_file_without_images_is_planned_for_text(tmp_path: Path, model: Path) -> None:
+    folder, rows = save_llava(tmp_path / "model"), write_rows(tmp_path / "rows.jsonl", 0, 0)
+    for other in (write_run(folder, rows), write_run(folder, write_rows(tmp_path / "images.jsonl", 1), packing=True)):
+        plan = planned_file(other)
+        assert plan.step.outline.images is None
+        assert any("--images_per_row N counts images" in line for line in plan_lines(plan))
+    assert not any("images" in line for line in plan_lines(planned_file(write_run(model, rows))))
+
+
+@pytest.mark.parametrize("save", [save_qwen2_5_vl, save_llava])
+def test_training_plans_the_images_with_the_most_tokens(save: Any, tmp_path: Path, runs: Runs) -> None:
+    """Of all training and evaluation rows, with the bytes of two batches of that row."""
+    folder = save(tmp_path / "model")
+    small, large = write_rows(tmp_path / "small.jsonl", 0, 3, size=(16, 16)), write_rows(tmp_path / "large.jsonl", 1, 4)
+    run = {
+        "objective": "sft", "model_name_or_path": str(folder), "datasets": [str(small)], "eval_datasets": [str(large)], "device": "cpu",
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 1, "max_steps": 1, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    _, lines = runs.train(run)
+    (data, plan) = (runs.loops[0].data, runs.loops[0].settings.plan)
+    images, row = plan.step.outline.images, data.eval_sets["large"][1]
+    assert images.per_row == 4
+    assert images.tokens == sum(each.end - each.start for each in row.sequences[0].images)
+    batch = collate([row, row])
+    assert images.pixels.at(2) == sum(each.nbytes for each in pixels_of(batch))
+    said = f"images: {line_of(plan).split(maxsplit=1)[1]}"
+    assert said.endswith(f"as in {large}:2, whose images have the most tokens")
+    assert said in lines
+    assert read_plan(tmp_path / "run/plan.json").images.tokens == images.tokens
+
+
+def test_training_goes_on_if_images_cannot_be_planned(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("of another form")
+
+    monkeypatch.setattr("horizon_lm.planning.measure.model_outline.image_costs", fail)
+    rows = write_rows(tmp_path / "rows.jsonl", 1)
+    run = {
+        "objective": "sft",
+        "model_name_or_path": str(save_llava(tmp_path / "model")),
+        "datasets": [str(rows)],
+        "device": "cpu",
+    }
+    _, lines = runs.train({**run, "max_steps": 1, "output_dir": str(tmp_path / "run")})
+    assert (tmp_path / "run/model").is_dir()
+    assert any("images: rows of text are planned, because" in line and "of another form" in line for line in lines)
 
 
 def test_a_tower_with_a_mask_over_all_images_is_rejected(tmp_path: Path) -> None:

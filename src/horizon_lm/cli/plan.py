@@ -50,7 +50,7 @@ def plan(
             "--images-per-row",
             "--images_per_row",
             min=0,
-            help="Images of each row, of image_max_pixels each. Default: rows of text.",
+            help="Images of each row, of image_max_pixels each. Default: those of the data, else rows of text.",
         ),
     ] = None,
     largest: Annotated[

@@ -20,7 +20,7 @@ from horizon_lm.common.quantities import (
 )
 from horizon_lm.planning.arithmetic.budgets import IMAGES
 from horizon_lm.planning.arithmetic.items import PLACES, overlaps, speeds, stalls, utilization
-from horizon_lm.planning.arithmetic.outline import ModelOutline
+from horizon_lm.planning.arithmetic.outline import ImageCosts, ModelOutline
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.plan_file import PlanFile, PlannedImages, PlannedModel, PlannedRun, PlannedStep
 from horizon_lm.planning.arithmetic.remedies import Remedy, smallest
@@ -54,15 +54,19 @@ def _image_lines(plan: Plan) -> Iterator[str]:
     images = outline.images
     if images is None:
         return
-    tokens = counted(images.tokens, "token")
-    yield _row("images", f"{images.per_row} a row: {images.patches:,} patches in the tower and {tokens} of the row")
+    yield _row("images", _images_text(images))
     if images.tokens > outline.length:
         yield (
-            f"note: images take {tokens} of a row, and max_length is {outline.length:,}, so such rows are rejected; raise "
+            f"note: images take {counted(images.tokens, 'token')} of a row, and max_length is {outline.length:,}, so such rows are rejected; raise "
             "max_length or lower image_max_pixels"
         )
-    if images.note:
-        yield f"note: {images.note}"
+
+
+def _images_text(images: ImageCosts) -> str:
+    """Return the number of images in a row, what they take, and what is assumed about them."""
+    tokens = counted(images.tokens, "token")
+    text = f"{images.per_row} a row: {images.patches:,} patches in the tower and {tokens} of the row"
+    return f"{text}; {images.note}" if images.note else text
 
 
 def _row(name: str, text: str) -> str:
@@ -225,6 +229,8 @@ def _save_advice(save: SaveTime, time: StepTime, request: Request) -> str:
 def summary_lines(plan: Plan) -> Iterator[str]:
     """Yield the summary of a plan that a run logs before it starts."""
     yield from plan.reasons
+    if (images := plan.step.outline.images) is not None:
+        yield f"images: {_images_text(images)}"
     for place, budget in plan.budgets.items():
         if budget.items and budget.limit is not None:
             planned = f"{format_bytes(budget.bytes)} planned{_for_each_process(plan, place)}"

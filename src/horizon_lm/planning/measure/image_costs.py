@@ -1,6 +1,6 @@
 """Measure what the images of rows cost: in the blocks of towers, and in the model's code around them.
 
-The code around the blocks runs on the CPU over rows with one image each, because the values of some arguments, such as the size of an
+The code around the blocks runs on the CPU over rows with images, because the values of some arguments, such as the size of an
 image, decide the shapes of others. Its matrix products are not computed. It runs over one row and over two, and everything has to be
 linear in the rows. The blocks run on the meta device, as those of the decoder do.
 """
@@ -34,10 +34,11 @@ class RowsWithImages:
 
     Attributes:
         per_row: images of a row.
-        one, two: the arguments of the model for one row, and for two equal ones, each with a single image.
-        tokens: tokens of the decoder that stand for an image.
+        one, two: the arguments of the model for one row, and for two equal ones, each with all of its images or some of them.
+        tokens: tokens of each of these rows that stand for images.
         modal: names of the arguments that are for images alone.
         note: as in `ImageCosts`.
+        repeats: number of times that a row of the plan has the images of one of these.
     """
 
     per_row: int
@@ -46,28 +47,32 @@ class RowsWithImages:
     tokens: int
     modal: frozenset[str]
     note: str = ""
+    repeats: int = 1
 
 
 def rows_with_images(
-    per_row: int, tokens: Sequence[int], images_of: Callable[[torch.Tensor, torch.Tensor], Call], note: str = ""
+    per_row: int,
+    tokens: Sequence[Sequence[int]],
+    images_of: Callable[[torch.Tensor, torch.Tensor], Call],
+    note: str = "",
 ) -> RowsWithImages:
     """Return rows of a plan.
 
     Args:
         per_row: images of a row.
-        tokens: the tokens of an image.
-        images_of: function from the ids and the mask of rows with an image each, (rows, T), to the arguments for images.
+        tokens: the tokens of each image that is known: of all images of a row, or of one that stands for all.
+        images_of: function from the ids and the mask of rows with these images, (rows, T), to the arguments for images.
         note: as in `ImageCosts`.
     """
     calls, modal = list[Call](), frozenset[str]()
     for rows in (1, 2):
-        ids = torch.tensor([[0, *tokens, 0]] * rows)
+        ids = torch.tensor([[0, *(token for image in tokens for token in (*image, 0))]] * rows)
         mask = torch.ones_like(ids)
         mask[0, -1] = 0  # a padded token lets transformers make a mask
         made = images_of(ids, mask)
         modal = frozenset(name for name in made if not name.endswith("token_type_ids"))
         calls.append({"input_ids": ids, "attention_mask": mask, **made})
-    return RowsWithImages(per_row, calls[0], calls[1], len(tokens), modal, note)
+    return RowsWithImages(per_row, calls[0], calls[1], sum(map(len, tokens)), modal, note, per_row // len(tokens))
 
 
 @dataclass(slots=True)
@@ -110,23 +115,23 @@ def image_costs(
         ConfigError: memory grows faster than the number of images.
     """
     copies: dict[Any, nn.Module] = {}  # a block on the meta device, by structure
-    per_row, decoder = images.per_row, parts.decoder_blocks.start
+    repeats, decoder = images.repeats, parts.decoder_blocks.start
     runs = [_run(parts, call, dtype, copies) for call in (images.one, images.two)]
     texts = [_run(parts, _without(call, images.modal), dtype, copies) for call in (images.one, images.two)]
     pixels = [_num_bytes(call[name] for name in images.modal) for call in (images.one, images.two)]
     held = [run.live[decoder] - text.live[decoder] + num for run, text, num in zip(runs, texts, pixels, strict=True)]
     first = runs[0]
     kinds = [
-        _kind(parts, indices, runs, per_row, dtype, accelerated)
+        _kind(parts, indices, runs, repeats, dtype, accelerated)
         for indices in _alike(parts, first)
     ]  # fmt: skip
     idle = [index for index in range(decoder) if index not in first.calls]
     costs = ImageCosts(
-        per_row=per_row, tokens=per_row * images.tokens, patches=per_row * max(map(_patches, first.calls.values()), default=0),
+        per_row=images.per_row, tokens=repeats * images.tokens, patches=repeats * max(map(_patches, first.calls.values()), default=0),
         order=first.units, differentiated=frozenset(index for index in first.differentiated if index < decoder),
-        pixels=_of_rows(pixels[0], pixels[1], per_row), held=_of_rows(held[0], held[1], per_row),
-        live=[_of_rows(one + pixels[0], two + pixels[1], per_row) for one, two in _largest(runs[0].history, runs[1].history)],
-        forward=_of_rows(runs[0].forward, runs[1].forward, per_row), backward=_of_rows(runs[0].backward, runs[1].backward, per_row),
+        pixels=_of_rows(pixels[0], pixels[1], repeats), held=_of_rows(held[0], held[1], repeats),
+        live=[_of_rows(one + pixels[0], two + pixels[1], repeats) for one, two in _largest(runs[0].history, runs[1].history)],
+        forward=_of_rows(runs[0].forward, runs[1].forward, repeats), backward=_of_rows(runs[0].backward, runs[1].backward, repeats),
         note=images.note,
     )  # fmt: skip
     differentiated = [index for index in first.differentiated if index >= decoder]
@@ -217,7 +222,7 @@ def _alike(parts: ModelParts, run: _Run) -> list[list[int]]:
 
 
 def _kind(
-    parts: ModelParts, indices: Sequence[int], runs: Sequence[_Run], per_row: int, dtype: torch.dtype, accelerated: bool
+    parts: ModelParts, indices: Sequence[int], runs: Sequence[_Run], repeats: int, dtype: torch.dtype, accelerated: bool
 ) -> BlockKind:
     """Measure blocks of towers that are alike, and return their costs as functions of the rows."""
     first = indices[0]
@@ -227,9 +232,9 @@ def _kind(
     # What the code around these blocks keeps only until the decoder begins, such as the output of each block.
     decoder = parts.decoder_blocks.start
     beside = [max(0, max(run.live[index] for index in indices) - run.live[decoder]) for run in runs]
-    hidden = _of_rows(runs[0].hidden[first], runs[1].hidden[first], per_row)
-    peaks = _of_rows(one.forward_peak + beside[0], two.forward_peak + beside[1], per_row)
-    forward = _of_rows(one.forward, two.forward, per_row)
+    hidden = _of_rows(runs[0].hidden[first], runs[1].hidden[first], repeats)
+    peaks = _of_rows(one.forward_peak + beside[0], two.forward_peak + beside[1], repeats)
+    forward = _of_rows(one.forward, two.forward, repeats)
     if first not in runs[0].differentiated:  # there is no graph, and the input is no boundary
         nothing = Linear(Work(), Work())
         inputs = Linear(peaks.one + hidden.one, peaks.two + hidden.two)
@@ -237,8 +242,8 @@ def _kind(
         return BlockKind(indices, footprint, peaks, forward, nothing, nothing, hidden=hidden)
     footprints = [_beside(each, num + run.grads) for each, num, run in zip((one, two), beside, runs, strict=True)]
     return BlockKind(
-        indices, _of_rows(footprints[0], footprints[1], per_row), peaks, forward, _of_rows(one.recompute, two.recompute, per_row),
-        _of_rows(one.backward, two.backward, per_row), hidden=hidden,
+        indices, _of_rows(footprints[0], footprints[1], repeats), peaks, forward, _of_rows(one.recompute, two.recompute, repeats),
+        _of_rows(one.backward, two.backward, repeats), hidden=hidden,
     )  # fmt: skip
 
 
@@ -259,10 +264,12 @@ def _beside(run: BlockRun, num_bytes: int) -> Footprint:
     return Footprint(run.footprint.graph, run.footprint.peak + num_bytes)
 
 
-def _of_rows(one: Any, two: Any, per_row: int) -> Any:
-    """Return a quantity as a function of the number of rows, from its values for one image and for two."""
-    of_images = Linear(one, two)
-    return Linear(of_images.at(per_row), of_images.at(2 * per_row))
+def _of_rows(one: Any, two: Any, repeats: int) -> Any:
+    """Return a quantity as a function of the number of rows, from its values for one call with images and for two, of which each row has
+    ``repeats``.
+    """
+    of_calls = Linear(one, two)
+    return Linear(of_calls.at(repeats), of_calls.at(2 * repeats))
 
 
 def _without(call: Call, names: frozenset[str]) -> Call:

@@ -21,6 +21,7 @@ from horizon_lm.planning.arithmetic.request import ForwardBatch, Machine, Reques
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.runs.admission.frozen_components import freeze_unreached, frozen_notes, trained_beside_text
 from horizon_lm.runs.admission.inputs import RowShape, Source, compute_dtype, fetch_source, open_source
+from horizon_lm.runs.admission.planned_images import images_of_tables, with_images
 from horizon_lm.runs.admission.remedies import remedies_of
 from horizon_lm.runs.admission.side_files import side_files
 from horizon_lm.runs.admission.this_machine import this_machine
@@ -299,10 +300,15 @@ class Admission:
             _require_known_tokens(table, self._vocabulary)
         shape = RowShape.of(loader, held_out, prompt_length)
         self._run = freeze_unreached(self._run, self._source, shape)
+        machine = self._machine()
+        if shape.has_images:
+            tables = (loader.rows, *held_out)
+            self._source, notes = with_images(self._run, self._source, shape, partial(images_of_tables, tables))
+            machine = replace(machine, notes=[*machine.notes, *notes])
         self._plan_for = partial(
             self._plan, source=self._source, rows=shape, num_steps=num_steps, saves=saves, tokenizer=tokenizer
         )
-        plan = self._plan_for(self._run, machine=self._machine())
+        plan = self._plan_for(self._run, machine=machine)
         if not plan.fits:
             self._reject(plan)
         # No later plan changes these: moments are in checkpoints, and blocks are opened whole or in tiles.

@@ -241,16 +241,33 @@ class Part:
 
     def image_sizes(self) -> np.ndarray:
         """Return the number of tokens of each image in the rows in use, int (n,)."""
-        sizes, used = [np.zeros(0, dtype=np.int64)], np.zeros(len(self.lengths), dtype=bool)
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(sizes for _, _, sizes in self._sizes())])
+
+    def most_images(self) -> tuple[int, int, int]:
+        """Return the largest number of tokens of images in a sequence of the rows in use, the index of its row, and its own in the row."""
+        largest = 0, 0, 0
+        for number, rows, sizes in self._sizes():
+            if len(rows):
+                of_rows = np.bincount(rows, sizes)
+                largest = max(largest, (int(of_rows.max()), int(of_rows.argmax()), number))
+        return largest
+
+    def _sizes(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield the images of the rows in use, a chunk of the table at a time: the number of their sequence in the row, and for each image the
+        index of its row and its tokens, int (n,).
+        """
+        used = np.zeros(len(self.lengths), dtype=bool)
         used[self.indices] = True
-        for name in (name for name in IMAGE_COLUMNS if name in self.table.column_names):
+        for number, name in enumerate(name for name in IMAGE_COLUMNS if name in self.table.column_names):
             start = 0  # of the chunk, in the table
             for chunk in self.table.data.column(name).chunks:
-                counts, images = chunk.value_lengths().to_numpy(), chunk.flatten()
+                rows, images = (
+                    start + np.repeat(np.arange(len(chunk)), chunk.value_lengths().to_numpy()),
+                    chunk.flatten(),
+                )
                 of_image = images.field("end").to_numpy() - images.field("start").to_numpy()
-                sizes.append(of_image[np.repeat(used[start : start + len(chunk)], counts)])
+                yield number, rows[used[rows]], of_image[used[rows]]
                 start += len(chunk)
-        return np.concatenate(sizes)
 
     @property
     def longest(self) -> np.ndarray:
