@@ -319,7 +319,7 @@ def test_other_settings_are_rejected(pool: Pool, base: dict[str, Any], tmp_path:
         )
 
 
-@pytest.mark.parametrize(("more", "named"), [(1, "(6 and 5)"), (0, "(5 each, with other tokens)")])
+@pytest.mark.parametrize(("more", "named"), [(1, "(6 and 5)"), (0, "(5 each, with other content)")])
 def test_other_rows_are_rejected(pool: Pool, base: dict[str, Any], tmp_path: Path, more: int, named: str) -> None:
     own = []
     for rank, answer in enumerate(("Stars.", "Rain.")):

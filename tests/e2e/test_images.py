@@ -121,7 +121,7 @@ def test_a_resume_with_another_image_is_rejected(llava: Path, tmp_path: Path, ru
     given = settings(tmp_path, llava) | SAVING
     runs.interrupt(given, stop_after=2)
     picture(99, (24, 18)).save(tmp_path / "0.png")
-    with pytest.raises(ConfigError, match=r"these have changed: the training rows \(other tokens in 7 rows\)"):
+    with pytest.raises(ConfigError, match=r"these have changed: the training rows \(other images in 7 rows\)"):
         runs.train(given)
 
 

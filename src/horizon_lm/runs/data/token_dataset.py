@@ -130,8 +130,13 @@ class TokenTable(Sequence[Row]):
 
     @cached_property
     def content_hash(self) -> str:
-        """A hash of the tokens, targets and segments of all rows in their order, whatever files they come from."""
+        """A hash of the tokens, targets, segments and images of all rows in their order, whatever files they come from."""
         return digest(*(part.content_hash for part in self._parts))
+
+    @property
+    def token_hash(self) -> str:
+        """The hash of the rows without their images."""
+        return digest(*(part.token_digest.hexdigest() for part in self._parts))
 
     def token_ids(self) -> Iterator[np.ndarray]:
         """Yield the tokens of all tables in chunks, including rows that are not in use."""
@@ -206,7 +211,15 @@ class Part:
 
     @property
     def content_hash(self) -> str:
-        """A hash of the tokens, targets and segments of the table, and of the indices of the rows in use."""
+        """A hash of the tokens, targets, segments and images of the table, and of the indices of the rows in use."""
+        content = self.token_digest.copy()
+        if self.with_images.any():
+            content.update("".join(self._image_hashes).encode())
+        return content.hexdigest()
+
+    @cached_property
+    def token_digest(self) -> xxhash.xxh3_128:
+        """The hash of the table and of the indices, without images."""
         content = xxhash.xxh3_128(self.indices.astype(np.int64).data)
         for name in (*self._id_columns, "trained", "rejected_trained", "seq_lengths"):
             if name not in self.table.column_names:
@@ -218,9 +231,7 @@ class Part:
                 content.update(np.ascontiguousarray(lengths, np.int64).data)
             for chunk in chunks:
                 content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
-        if self.with_images.any():
-            content.update("".join(self._image_hashes).encode())
-        return content.hexdigest()
+        return content
 
     @cached_property
     def _image_hashes(self) -> list[str]:

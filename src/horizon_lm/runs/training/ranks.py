@@ -212,7 +212,7 @@ class Ranks:
             for name, (count, _hash) in of_first.items():
                 if of_rank.get(name) != of_first[name]:
                     other, _hash = of_rank.get(name, (0, ""))
-                    differ = f"{other:,} and {count:,}" if other != count else f"{count:,} each, with other tokens"
+                    differ = f"{other:,} and {count:,}" if other != count else f"{count:,} each, with other content"
                     raise ConfigError(
                         f"{name}: rank {rank} has read other rows than rank 0 ({differ}); all processes must read the same files, with the "
                         "same tokenizer"

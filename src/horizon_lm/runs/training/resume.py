@@ -233,7 +233,8 @@ def data_position(data: RunData, step: int, day: str) -> dict[str, Any]:
     rows, sampler = data.training.packed, data.loader.sampler
     epoch, step_of_epoch = divmod(step, sampler.steps_per_epoch)
     return {
-        "rows": rows.content_hash, "num_rows": len(rows), "seed": sampler.seed, "epoch": epoch, "step": step_of_epoch,
+        "rows": rows.content_hash, "tokens": rows.token_hash, "num_rows": len(rows),
+        "seed": sampler.seed, "epoch": epoch, "step": step_of_epoch,
         "order": hashlib.sha256(sampler.epoch_order(epoch).tobytes()).hexdigest(), "weights": list(sampler.weights), "day": day,
         "num_tokens": int(rows.num_tokens.sum()), "num_targets": int(rows.num_targets.sum()), "origin": dict(data.origin),
     }  # fmt: skip
@@ -258,8 +259,8 @@ _COUNTS = {"num_rows": "rows", "num_tokens": "tokens", "num_targets": "tokens to
 
 
 def _changes_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe how the rows have changed: in their counts, or else in tokens alone; and in the tokenizer, the chat template or the
-    packages, if these are other ones. Both arguments are results of `data_position`.
+    """Describe how the rows have changed: in their counts, or else in tokens, or else in images; and in the tokenizer, the chat template
+    or the packages, if these are other ones. Both arguments are results of `data_position`.
     """
     counts = [
         f"{before[name]:,} -> {now[name]:,} {unit}"
@@ -271,7 +272,8 @@ def _changes_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     packages = old.get("packages", new["packages"])
     if packages != new["packages"]:
         others.append(f"{packages} -> {new['packages']}")
-    return ", ".join([*(counts or [f"other tokens in {now['num_rows']:,} rows"]), *others])
+    content = "images" if before.get("tokens") == now["tokens"] else "tokens"
+    return ", ".join([*(counts or [f"other {content} in {now['num_rows']:,} rows"]), *others])
 
 
 def model_settings(model: Any) -> dict[str, Any]:
