@@ -14,8 +14,10 @@ import pytest
 from horizon_lm.errors import DataError
 from horizon_lm.runs.config import DatasetConfig
 from horizon_lm.runs.config.text import RUN_CONFIG_HEADER
+from horizon_lm.runs.data import first_rows
 from horizon_lm.runs.data.first_rows import check_first_rows
 from tests.e2e import tiny
+from tests.support.image_models import picture
 
 PROGRAM = """
 import sys
@@ -324,3 +326,28 @@ def test_rows_without_answers_are_rejected_only_if_there_are_no_others(
         return
     with pytest.raises(DataError, match=shown):
         check_first_rows(config, "pretrain", name)
+
+
+def test_bad_pictures_are_reported_with_bad_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one error, without heavy packages, and without downloads. Pictures of valid rows are not decoded here."""
+    picture().save(tmp_path / "good.png")
+    (tmp_path / "torn.png").write_bytes((tmp_path / "good.png").read_bytes()[:60])
+    references = ["good.png", "gone.png", "torn.png", "https://host.invalid/a.png", "good.png"]
+    rows = [{"prompt": "<image>Who?", "completion": "I.", "images": [each]} for each in references]
+    config = DatasetConfig(path=str(tiny.write_jsonl(tmp_path / "rows.jsonl", rows)))
+    with monkeypatch.context() as patch:
+        patch.setattr(first_rows, "decode", lambda image: pytest.fail("an image was decoded"))
+        check_first_rows(config, "sft")
+    rows[4]["prompt"] = "<image><image>Who?"
+    tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(
+        DataError,
+        match=r"^3 invalid rows:\n.*jsonl:2: image 'gone.png' .*\n.*jsonl:3: image 'torn.png' .*\n.*jsonl:5: the row has 2",
+    ):
+        check_first_rows(config, "sft", allow_downloads=True)
+    with pytest.raises(
+        DataError, match=r"^4 invalid rows:(.*\n)*.*jsonl:4: image 'https://host.invalid/a.png' is on the web"
+    ):
+        check_first_rows(config, "sft")
+    packages, errors = run_alone(f"train --model_name_or_path {tmp_path} --datasets {tmp_path}/rows.jsonl")
+    assert (packages, "'torn.png' cannot be decoded" in errors, "2 placeholders" in errors) == ("", True, True)

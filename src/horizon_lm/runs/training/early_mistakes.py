@@ -79,7 +79,7 @@ def _errors(config: RunConfig, checks: Sequence[Check]) -> Iterator[HorizonError
 
 
 def _require_rows(entry: DatasetConfig, name: str | None, config: RunConfig) -> None:
-    check_first_rows(entry, config.objective, name)
+    check_first_rows(entry, config.objective, name, config.allow_downloads)
 
 
 def _folder(name: str | None) -> Path | None:
