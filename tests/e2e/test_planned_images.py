@@ -314,6 +314,28 @@ def test_training_plans_the_images_with_the_most_tokens(save: Any, tmp_path: Pat
     assert read_plan(tmp_path / "run/plan.json").images.tokens == images.tokens
 
 
+def test_the_largest_of_many_images_stands_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as their tokens need. It takes what they take themselves, but for what is rounded up."""
+    folder = save_qwen2_5_vl(tmp_path / "qwen")
+    picture(0, (64, 64)).save(tmp_path / "large.png")
+    picture(1, (64, 32)).save(tmp_path / "small.png")
+    row = {
+        "prompt": "<image>" * 4 + "What?",
+        "completion": "A star.",
+        "images": ["small.png", "large.png", *["small.png"] * 2],
+    }
+    file = write_run(folder, write_jsonl(tmp_path / "rows.jsonl", [row]))
+    tried = planned_file(file).step
+    monkeypatch.setattr("horizon_lm.runs.admission.planned_images._TOKENS_TRIED", 24)
+    instead = planned_file(file).step
+    images, of_largest = tried.outline.images, instead.outline.images
+    assert images is not None
+    assert of_largest is not None
+    assert (images.per_row, images.tokens) == (4, 16 + 3 * 8)
+    assert (of_largest.per_row, of_largest.tokens) == (4, 3 * 16)
+    assert 0.95 * 1.2 < device_use(instead).images / device_use(tried).images < 1.05 * 1.2
+
+
 def test_training_goes_on_if_images_cannot_be_planned(
     tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

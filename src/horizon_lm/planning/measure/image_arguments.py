@@ -50,7 +50,7 @@ def rows_from_config(parts: ModelParts, per_row: int, max_pixels: int | None) ->
         marks = {each: (ids == token).long() for each in _MARKS if each in takes}
         return marks | {key: torch.cat([value] * len(ids)) for key, value in one.items()}
 
-    return rows_with_images(per_row, [[token] * tokens], images_of, note)
+    return rows_with_images(per_row, [[token] * tokens], images_of, note, per_row)
 
 
 def _pixels(vision: Any, is_cut: bool, max_pixels: int | None, name: str) -> tuple[dict[str, torch.Tensor], str]:

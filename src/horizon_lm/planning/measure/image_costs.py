@@ -51,11 +51,9 @@ class RowsWithImages:
 
 
 def rows_with_images(
-    per_row: int,
-    tokens: Sequence[Sequence[int]],
-    images_of: Callable[[torch.Tensor, torch.Tensor], Call],
-    note: str = "",
-) -> RowsWithImages:
+    per_row: int, tokens: Sequence[Sequence[int]], images_of: Callable[[torch.Tensor, torch.Tensor], Call], note: str = "",
+    repeats: int = 1,
+) -> RowsWithImages:  # fmt: skip
     """Return rows of a plan.
 
     Args:
@@ -63,6 +61,7 @@ def rows_with_images(
         tokens: the tokens of each image that is known: of all images of a row, or of one that stands for all.
         images_of: function from the ids and the mask of rows with these images, (rows, T), to the arguments for images.
         note: as in `ImageCosts`.
+        repeats: as in `RowsWithImages`.
     """
     calls, modal = list[Call](), frozenset[str]()
     for rows in (1, 2):
@@ -72,7 +71,7 @@ def rows_with_images(
         made = images_of(ids, mask)
         modal = frozenset(name for name in made if not name.endswith("token_type_ids"))
         calls.append({"input_ids": ids, "attention_mask": mask, **made})
-    return RowsWithImages(per_row, calls[0], calls[1], sum(map(len, tokens)), modal, note, per_row // len(tokens))
+    return RowsWithImages(per_row, calls[0], calls[1], sum(map(len, tokens)), modal, note, repeats)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from horizon_lm.runs.data.vision import Pictures, Vision
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _LARGE = 4096  # pixels of each side of an image, if the settings do not limit them: processors scale it down
+_TOKENS_TRIED = 1024  # of images in a row with which the model's code is tried
 _ROWS_DECODED = 32  # first rows whose images a plan decodes: those with the most images
 
 
@@ -57,8 +58,7 @@ def images_of_tables(tables: Iterable[TokenTable]) -> RowsWithImages:
     row = part.row(index)
     assert row.images is not None
     note = f"as in {row.place}, whose images have the most tokens"
-    groups = row.load_images(number)
-    return _rows_of(row.images.pictures.vision, groups, sum(map(len, groups)), note)
+    return _rows_of(row.images.pictures.vision, row.load_images(number), note)
 
 
 def images_of_first_rows(run: RunConfig, source: Source) -> RowsWithImages | None:
@@ -76,7 +76,7 @@ def images_of_first_rows(run: RunConfig, source: Source) -> RowsWithImages | Non
         loaded = _load(vision, found)
         if images := max(loaded, key=lambda row: sum(each.width * each.height for each in row), default=None):
             note = f"as in the one of the first {ROWS_INSPECTED:,} rows whose images have the most pixels"
-            return _rows_of(vision, [images], len(images), note)
+            return _rows_of(vision, [images], note)
     others = images_of_rows(run, source, len(found[0][1]))
     note = f"as many as one of the first {ROWS_INSPECTED:,} rows has"
     return replace(others, note="; ".join(filter(None, [note, others.note])))
@@ -120,7 +120,7 @@ def images_of_rows(run: RunConfig, source: Source, per_row: int) -> RowsWithImag
     from PIL import Image
 
     side = _LARGE if run.image_max_pixels is None else math.isqrt(run.image_max_pixels)
-    return _rows_of(vision, [[vision.scaled(Image.new("RGB", (side, side)))]], per_row)
+    return _rows_of(vision, [[vision.scaled(Image.new("RGB", (side, side)))]], repeats=per_row)
 
 
 def _vision_of(run: RunConfig, source: Source) -> Vision | None:
@@ -131,18 +131,27 @@ def _vision_of(run: RunConfig, source: Source) -> Vision | None:
     return Vision(folder, source.config, run.image_max_pixels, run.image_min_pixels, run.trust_remote_code)
 
 
-def _rows_of(vision: Vision, groups: Sequence[Sequence[Any]], per_row: int, note: str = "") -> RowsWithImages:
+def _rows_of(vision: Vision, groups: Sequence[Sequence[Any]], note: str = "", repeats: int = 1) -> RowsWithImages:
     """Return rows with images as a processor makes them.
+
+    Of images with many tokens the largest one stands for all, so that trying the model's code takes little memory.
 
     Args:
         vision: the processor.
-        groups: all images of a row, those of each packed row by themselves; or one image that stands for all.
-        per_row: number of images of a row.
+        groups: the images of a row, those of each packed row by themselves.
         note: as in `RowsWithImages`.
+        repeats: number of times that a row has these images.
     """
     processor, tokens = vision.processor, list[Sequence[int]]()
-    for images in groups:
-        expanded = vision.expand(" ".join([processor.image_token] * len(images)), images)
+    images = [image for group in groups for image in group]
+    for group in groups:
+        expanded = vision.expand(" ".join([processor.image_token] * len(group)), group)
         texts = [expanded.text[start:end] for _, (start, end) in expanded.places]
         tokens += [processor.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return rows_with_images(per_row, tokens, lambda ids, mask: vision.inputs([*groups] * len(ids), ids, mask), note)
+    sizes = list(map(len, tokens))
+    if len(images) > 1 and sum(sizes) > _TOKENS_TRIED:
+        largest = images[sizes.index(max(sizes))]
+        return replace(_rows_of(vision, [[largest]], note, -(-sum(sizes) // max(sizes))), per_row=len(images))
+    return rows_with_images(
+        len(images) * repeats, tokens, lambda ids, mask: vision.inputs([*groups] * len(ids), ids, mask), note, repeats
+    )
