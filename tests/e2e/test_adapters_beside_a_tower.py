@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 import horizon_lm
 from horizon_lm.common.visible import visible
 from horizon_lm.errors import ConfigError
+from tests.census.tiny_models import build
 from tests.e2e.command import run
 from tests.e2e.tiny import write_jsonl
 from tests.support import image_models, merged_adapters
@@ -130,6 +131,22 @@ def test_a_merged_folder_keeps_the_tower(base: Path, tmp_path: Path, settings: d
     as_bfloat16 = run("merge", adapter, tmp_path / "bfloat16", "--dtype", "bfloat16")
     assert as_bfloat16.exit_code == 0, as_bfloat16.stderr
     assert {value.dtype for value in merged_adapters.stored(tmp_path / "bfloat16").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_merged_experts_have_the_names_of_the_folder(tmp_path: Path, kind: str) -> None:
+    """A checkpoint has a tensor for each expert, which the model has stacked."""
+    build("qwen3_5_moe", "image_text").save_pretrained(tmp_path / "base")
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = saved(tmp_path / "adapter", tmp_path / "base", kind, target_parameters=experts)
+    expected = adapted(tmp_path / "base", adapter, kind).merge_and_unload().state_dict()
+    assert run("merge", adapter, tmp_path / "merged").exit_code == 0
+    before, after = (merged_adapters.stored(tmp_path / name) for name in ("base", "merged"))
+    assert before.keys() == after.keys()
+    changed = {name for name, value in after.items() if not torch.equal(before[name], value)}
+    assert any(".experts." in name for name in changed)
+    merged = CLASSES[kind].from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
+    assert all(torch.equal(merged[name], value) for name, value in expected.items())
 
 
 def test_adapters_of_no_class_name_the_class(base: Path, tmp_path: Path) -> None:

@@ -181,6 +181,15 @@ class _Base:
             found |= read_target(self.model, self.checkpoint, target)
         return {name: found[given[name]] if name in given else self._initial[name] for name in names}
 
+    def names_in(self, other: "_Base") -> dict[str, str]:
+        """Return the names that tensors of the checkpoint have in another class of the model, by their names in this one."""
+        target_of = {source: target for target in other.given for source in target.sources}
+        return {
+            name: theirs
+            for target, names in self.given.items()
+            for name, theirs in zip(names, other.given[target_of[next(iter(target.sources))]], strict=True)
+        }
+
     def in_folder(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors of the model with the names and in the layout of the checkpoint."""
         targets = {name: self.target_of[name] for name in tensors if name in self.target_of}
@@ -261,8 +270,13 @@ def _contents(
 
     def changed(names: Sequence[str]) -> Group:
         """Return the group of tensors of the model that are merged together."""
-        return group_of(merged, names, lambda tensors: base.in_folder(_cast(tensors, dtype, cast)))
 
+        def convert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return whole.in_folder({renamed.get(n, n): each for n, each in _cast(tensors, dtype, cast).items()})
+
+        return group_of(merged, names, convert)
+
+    renamed = base.names_in(whole)
     joined, added = _find_changed(base, merged, untied)
     groups = [*_groups_in_order(base.checkpoint, joined, copied, changed), *map(changed, added)]
     first = [whole.meta(name) for name, first_name in whole.first_names.items() if first_name == name]
