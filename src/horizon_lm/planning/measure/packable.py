@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.errors import ModelNotSupportedError, first_line
 from horizon_lm.model import attention
 from horizon_lm.model.outer_trial import require_causal_images, seen, seen_in
 from horizon_lm.model.packed_positions import packed_positions, rope_index_of
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.trial import Call
 from horizon_lm.planning.measure.block_calls import call_of_each_block
 
 _FIRST, _SECOND = 5, 8  # tokens of the two sequences in a packed row
@@ -37,8 +38,7 @@ def require_packable(parts: ModelParts, used: str) -> None:
     ids, rope_index = torch.zeros_like(positions), rope_index_of(parts.model)
     if rope_index is not None:
         positions = packed_positions(rope_index, ids, positions, {})
-    inputs = {"input_ids": ids, "position_ids": positions}
-    calls = call_of_each_block(parts, torch.float32, inputs)
+    calls = _calls(parts, {"input_ids": ids, "position_ids": positions})
     for index in parts.decoder_blocks:
         # Flash attention in transformers finds the sequences of a row by its positions.
         finds_sequences = used.startswith("flash") and calls[index][1].get("position_ids") is not None
@@ -46,6 +46,16 @@ def require_packable(parts: ModelParts, used: str) -> None:
             raise ModelNotSupportedError(
                 f"{_not_possible(parts, index)} gets no mask that separates packed rows with attn_implementation={used!r}; remove packing"
             )
+
+
+def _calls(parts: ModelParts, inputs: Mapping[str, torch.Tensor]) -> dict[int, Call]:
+    """Return the arguments of each block; raise ModelNotSupportedError if the model's code cannot be tried on these inputs."""
+    try:
+        return call_of_each_block(parts, torch.float32, inputs)
+    except Exception as error:  # the model's own code may raise any exception on stand-ins
+        raise ModelNotSupportedError(
+            f"{type(parts.model).__name__}: packing is not possible: its code cannot be tried on packed rows ({first_line(error)}); remove packing"
+        ) from error
 
 
 def _not_possible(parts: ModelParts, index: int) -> str:
@@ -76,7 +86,7 @@ def require_packable_images(
         require_causal_images(parts)
     lengths = apart["attention_mask"].sum(1).tolist()
     with attention.making_masks(parts.model):
-        calls = [call_of_each_block(parts, torch.float32, inputs) for inputs in (apart, packed)]
+        calls = [_calls(parts, inputs) for inputs in (apart, packed)]
     for index in parts.decoder_blocks:
         of_batch, of_packed = (dict(pytree.tree_leaves_with_path(each[index])) for each in calls)
         for path in of_batch.keys() | of_packed.keys():
