@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +356,8 @@ def test_training_goes_on_if_images_cannot_be_planned(
     assert any("images: rows of text are planned, because" in line and "of another form" in line for line in lines)
 
 
-def test_a_tower_with_a_mask_over_all_images_is_rejected(tmp_path: Path) -> None:
+def test_a_mask_over_all_images_grows_with_the_square_of_their_number(tmp_path: Path) -> None:
+    """Of rows and of images in a row alike."""
     folder = save_llava(tmp_path / "model")
     config = LlavaConfig.from_pretrained(folder)
     sizes = {
@@ -368,5 +370,15 @@ def test_a_tower_with_a_mask_over_all_images_is_rejected(tmp_path: Path) -> None
     config.vision_config = PixtralVisionConfig(image_size=16, patch_size=8, **sizes)
     config.vision_feature_select_strategy = "full"
     LlavaForConditionalGeneration(config).save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"images_per_row: .* mask over the patches of all images"):
-        planned(without_processor(folder), 1)
+    without_processor(folder)
+
+    def peak(images: int, rows: int) -> int:
+        step = planned(folder, images, per_device_train_batch_size=rows).step
+        return step.outline.kind(0).forward_peak.at(rows)
+
+    peaks = [peak(images, 1) for images in range(20, 25)]
+    steps = [after - before for before, after in pairwise(peaks)]
+    growth = {after - before for before, after in pairwise(steps)}
+    assert len(growth) == 1
+    assert growth.pop() > 0
+    assert peak(24, 1) == peak(12, 2) == peak(6, 4)

@@ -9,6 +9,7 @@ from horizon_lm.model.components import Component
 from tests.support.planned_bytes import DEFAULTS, Case
 from tests.support.planned_images import (
     DEEP,
+    MASKED,
     build,
     counted_bytes,
     device_use,
@@ -54,7 +55,7 @@ def test_a_step_takes_the_planned_bytes(kind: str, frozen: str, setting: str) ->
 def test_a_step_on_packed_rows_takes_the_planned_bytes(kind: str) -> None:
     model, case = build(kind, depth=4), replace(case_of(), rows=1)
     batch, images = rows_with_images(model)
-    use = device_use(planned_step(model, replace(images, per_row=2), case, num_packed=2))
+    use = device_use(planned_step(model, replace(images, per_row=2, repeats=2), case, num_packed=2))
     engine, peak = counted_bytes(model, packed(model, batch), case)
     assert {name: num for name, num in engine.device.counters.allocated.items() if num} == use.buffers
     assert 0.94 * use.total <= peak <= use.total
@@ -72,6 +73,22 @@ def test_device_memory_does_not_depend_on_the_depth_of_a_tower(kind: str) -> Non
         peaks.append(counted_bytes(model, batch, case)[1])
     assert peaks[0] == peaks[1]
     assert planned[0] == planned[1]
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "tower and projector"])
+@pytest.mark.parametrize("num_rows", [2, 8, pytest.param(32, marks=pytest.mark.slow)])
+def test_a_mask_over_all_images_is_planned(num_rows: int, frozen: str) -> None:
+    """Its bytes grow with the square of the images, and are measured with up to three. A line through two would lack most of 32."""
+    model, case = build(MASKED, depth=4), replace(case_of(activation_checkpoints="host"), rows=num_rows)
+    batch, images = rows_with_images(model, num_rows)
+    step = planned_step(model, images, case, FROZEN[frozen])
+    engine, peak = counted_bytes(model, batch, case, FROZEN[frozen])
+    use = device_use(step)
+    assert {name: num for name, num in engine.device.counters.allocated.items() if num} == use.buffers
+    # Of the caller's batch and of copies; no plan counts these. Here tokens are not few beside hidden states of 64 channels.
+    of_tokens = 2 * sum(batch[name].nbytes for name in ("input_ids", "attention_mask", "labels"))
+    print(f"{num_rows} rows, {frozen} frozen: counted {peak:,}, planned {use.total:,}, {peak / use.total:.3f}")
+    assert 0.94 * use.total <= peak <= 1.001 * use.total + of_tokens
 
 
 def test_boundaries_of_a_tower_are_planned_where_they_stay_on_the_device() -> None:

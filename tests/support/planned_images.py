@@ -25,22 +25,31 @@ from tests.support.tensor_memory import StorageMeter
 _OF_TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 DEEP = {"llava": "num_hidden_layers", "gemma3": "num_hidden_layers", "qwen2_5_vl": "depth"}
 """The setting of the depth of a tower, by the type of the model."""
+MASKED = "mistral3"
+"""A type whose tower has a mask over the patches of all images."""
 
 
 def build(kind: str, depth: int) -> Any:
     """Return a model with random weights whose tower has this many blocks."""
-    settings = {DEEP[kind]: depth} | ({"fullatt_block_indexes": [1]} if kind == "qwen2_5_vl" else {})
+    settings = {DEEP.get(kind, "num_hidden_layers"): depth} | (
+        {"fullatt_block_indexes": [1]} if kind == "qwen2_5_vl" else {}
+    )
     return tiny(kind, vision_config=settings)
 
 
-def rows_with_images(model: Any) -> tuple[dict[str, torch.Tensor], RowsWithImages]:
-    """Return two rows with one image each, and what a plan is told about them."""
+def rows_with_images(model: Any, num_rows: int = 2) -> tuple[dict[str, torch.Tensor], RowsWithImages]:
+    """Return rows with one image each, an even number, and what a plan is told about them."""
     batch = image_batch(model)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     one = {name: value[: len(value) // 2] for name, value in inputs.items()}
     token = next(getattr(model.config, n) for n in ("image_token_id", "image_token_index") if hasattr(model.config, n))
     tokens = int((one["input_ids"] == token).sum())
-    return batch, RowsWithImages(1, one, inputs, tokens, frozenset(inputs.keys() - set(_OF_TEXT)))
+
+    def call(rows: int) -> dict[str, torch.Tensor]:
+        return {name: torch.cat([value] * rows) for name, value in one.items()}
+
+    batch = {name: torch.cat([value] * (num_rows // 2)) for name, value in batch.items()}
+    return batch, RowsWithImages(1, call, tokens, frozenset(inputs.keys() - set(_OF_TEXT)))
 
 
 def packed(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -63,7 +72,7 @@ def planned_step(
 ) -> Step:
     """Return the step of a plan for rows of the length of these, or for as many of them in a packed row."""
     source = ModelSource(model.config, "tiny", attn_implementation=model.config._attn_implementation)
-    length = 24 if images is None else images.one["input_ids"].shape[1] * num_packed
+    length = 24 if images is None else images.call(1)["input_ids"].shape[1] * num_packed
     outline = outline_model(
         source, length=length, dtype=torch.float32, masked=num_packed > 1, frozen=frozen, images=images
     )
@@ -85,4 +94,14 @@ def counted_bytes(model: Any, batch: dict[str, torch.Tensor], case: Case, frozen
     return streamed._horizon.engine, counted.peak
 
 
-__all__ = ["DEEP", "build", "counted_bytes", "device_use", "host_bytes", "packed", "planned_step", "rows_with_images"]
+__all__ = [
+    "DEEP",
+    "MASKED",
+    "build",
+    "counted_bytes",
+    "device_use",
+    "host_bytes",
+    "packed",
+    "planned_step",
+    "rows_with_images",
+]

@@ -77,14 +77,21 @@ T = TypeVar("T", int, Footprint, Work)
 
 @dataclass(frozen=True, slots=True)
 class Linear(Generic[T]):
-    """A quantity that is linear in the number of rows (or tokens), given by its values for one and for two."""
+    """A quantity that is linear in the number of rows (or tokens), given by its values for one and for two.
+
+    With a value for three it is quadratic, as of towers whose patches attend over the images of all rows, and the number must be whole.
+    """
 
     one: T
     two: T
+    three: T | None = None
 
     def at(self, rows: float) -> T:
         """Return the quantity for this number of rows or tokens."""
-        return self.one + (self.two - self.one) * (rows - 1)  # type: ignore[return-value, operator]
+        value = self.one + (self.two - self.one) * (rows - 1)  # type: ignore[operator]
+        if self.three is not None:
+            value += (self.three - self.two - self.two + self.one) * ((rows - 1) * (rows - 2) // 2)  # type: ignore[operator]
+        return value  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,17 @@
 """Measure what the images of rows cost: in the blocks of towers, and in the model's code around them.
 
 The code around the blocks runs on the CPU over rows with images, because the values of some arguments, such as the size of an
-image, decide the shapes of others. Its matrix products are not computed. It runs over one row and over two, and everything has to be
-linear in the rows. The blocks run on the meta device, as those of the decoder do.
+image, decide the shapes of others. Its matrix products are not computed. It runs over one row and over two, and everything is linear in the
+rows; if a block has an argument that is not, as a mask over the patches of all images, it runs over three, and everything is quadratic. The
+blocks run on the meta device, as those of the decoder do.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from functools import partial
+from functools import cache, partial
+from math import comb
+from operator import add, le, sub
 from typing import Any
 
 import torch
@@ -16,7 +19,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from horizon_lm.common.units import Unit
-from horizon_lm.errors import ConfigError
 from horizon_lm.model.block_template import structure_key
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.skeletons import meta_copy
@@ -34,7 +36,7 @@ class RowsWithImages:
 
     Attributes:
         per_row: images of a row.
-        one, two: the arguments of the model for one row, and for two equal ones, each with all of its images or some of them.
+        call: function from a number of equal rows to the arguments of the model for them, each with all of its images or some of them.
         tokens: tokens of each of these rows that stand for images.
         modal: names of the arguments that are for images alone.
         note: as in `ImageCosts`.
@@ -42,8 +44,7 @@ class RowsWithImages:
     """
 
     per_row: int
-    one: Call
-    two: Call
+    call: Callable[[int], Call]
     tokens: int
     modal: frozenset[str]
     note: str = ""
@@ -63,15 +64,16 @@ def rows_with_images(
         note: as in `ImageCosts`.
         repeats: as in `RowsWithImages`.
     """
-    calls, modal = list[Call](), frozenset[str]()
-    for rows in (1, 2):
+
+    @cache
+    def call(rows: int) -> Call:
         ids = torch.tensor([[0, *(token for image in tokens for token in (*image, 0))]] * rows)
         mask = torch.ones_like(ids)
         mask[0, -1] = 0  # a padded token lets transformers make a mask
-        made = images_of(ids, mask)
-        modal = frozenset(name for name in made if not name.endswith("token_type_ids"))
-        calls.append({"input_ids": ids, "attention_mask": mask, **made})
-    return RowsWithImages(per_row, calls[0], calls[1], sum(map(len, tokens)), modal, note, repeats)
+        return {"input_ids": ids, "attention_mask": mask, **images_of(ids, mask)}
+
+    names = [name for name in call(1) if not name.endswith(("token_type_ids", "input_ids", "attention_mask"))]
+    return RowsWithImages(per_row, call, sum(map(len, tokens)), frozenset(names), note, repeats)
 
 
 @dataclass(slots=True)
@@ -109,16 +111,17 @@ def image_costs(
         images: the images of rows.
         dtype: dtype of hidden states.
         accelerated: assume the kernels of a GPU.
-
-    Raises:
-        ConfigError: memory grows faster than the number of images.
     """
     copies: dict[Any, nn.Module] = {}  # a block on the meta device, by structure
     repeats, decoder = images.repeats, parts.decoder_blocks.start
-    runs = [_run(parts, call, dtype, copies) for call in (images.one, images.two)]
-    texts = [_run(parts, _without(call, images.modal), dtype, copies) for call in (images.one, images.two)]
-    pixels = [_num_bytes(call[name] for name in images.modal) for call in (images.one, images.two)]
+    runs = [_run(parts, images.call(rows), dtype, copies) for rows in (1, 2)]
+    if any(_is_quadratic(*(run.calls[index] for run in runs)) for index in runs[0].calls):
+        runs.append(_run(parts, images.call(3), dtype, copies))
+    calls = [images.call(rows) for rows in range(1, len(runs) + 1)]
+    texts = [_run(parts, _without(call, images.modal), dtype, copies) for call in calls]
+    pixels = [_num_bytes(call[name] for name in images.modal) for call in calls]
     held = [run.live[decoder] - text.live[decoder] + num for run, text, num in zip(runs, texts, pixels, strict=True)]
+    live = [map(add, moment, pixels) for moment in _largest([run.history for run in runs])]
     first = runs[0]
     kinds = [
         _kind(parts, indices, runs, repeats, dtype, accelerated)
@@ -128,9 +131,8 @@ def image_costs(
     costs = ImageCosts(
         per_row=images.per_row, tokens=repeats * images.tokens, patches=repeats * max(map(_patches, first.calls.values()), default=0),
         order=first.units, differentiated=frozenset(index for index in first.differentiated if index < decoder),
-        pixels=_of_rows(pixels[0], pixels[1], repeats), held=_of_rows(held[0], held[1], repeats),
-        live=[_of_rows(one + pixels[0], two + pixels[1], repeats) for one, two in _largest(runs[0].history, runs[1].history)],
-        forward=_of_rows(runs[0].forward, runs[1].forward, repeats), backward=_of_rows(runs[0].backward, runs[1].backward, repeats),
+        pixels=_of_rows(pixels, repeats), held=_of_rows(held, repeats), live=[_of_rows(moment, repeats) for moment in live],
+        forward=_of_rows((run.forward for run in runs), repeats), backward=_of_rows((run.backward for run in runs), repeats),
         note=images.note,
     )  # fmt: skip
     differentiated = [index for index in first.differentiated if index >= decoder]
@@ -183,31 +185,51 @@ class _History(Recorder):
         return result
 
 
-def _largest(one: Sequence[tuple[str, int]], two: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
-    """Return the bytes in use at moments of a pass, for one row and for two. Each is the largest for some number of rows.
+def _largest(histories: Sequence[Sequence[tuple[str, int]]]) -> list[tuple[int, ...]]:
+    """Return the bytes in use at moments of a pass, for one row, for two, and so on. Each is the largest for some number of rows.
 
     Most bytes grow with the rows, but gradients of weights do not, so the largest number for a few rows may be small for many.
 
     Args:
-        one, two: the operations of a pass with one row and of one with two, and the bytes in use after each. Some code has operations
-            for each image, so the second list may have more.
+        histories: the operations of passes with one row, with two, and so on, and the bytes in use after each. Some code has operations
+            for each image, so later lists may have more. What they have between two operations of all passes is one moment.
     """
-    names = [name for name, _ in one], [name for name, _ in two]
-    moments, constant, last = [(num, 2 * num) for _, num in one[:1]], 0, 0
-    for first, second, size in SequenceMatcher(None, *names, autojunk=False).get_matching_blocks():
-        # What was left out has as many bytes that do not grow as the operation before it.
-        moments += [(constant + -(-(num - constant) // 2), num) for _, num in two[last:second]]
-        pairs = zip(one[first : first + size], two[second : second + size], strict=True)
-        moments += [(num, more) for (_, num), (_, more) in pairs]
-        last = second + size
-        if size:
-            constant = max(0, 2 * moments[-1][0] - moments[-1][1])
-    largest: list[tuple[int, int]] = []
-    # By their growth with the rows, from the largest on: a moment with a smaller growth counts only if it has more bytes for one row.
-    for moment in sorted(moments, key=lambda each: (each[1] - each[0], each[0]), reverse=True):
-        if not largest or moment[0] > largest[-1][0]:
+    names = [[name for name, _ in history] for history in histories]
+    others = [dict(_matches(names[0], each)) for each in names[1:]]
+    common = [index for index in range(len(names[0])) if all(index in each for each in others)]
+    starts, moments = [0] * len(histories), set[tuple[int, ...]]()
+    for index in common:
+        ends = [index + 1, *(each[index] + 1 for each in others)]
+        spans = zip(histories, starts, ends, strict=True)
+        moments.add(tuple(max(num for _, num in history[start:end]) for history, start, end in spans))
+        starts = ends
+    largest: list[tuple[int, ...]] = []
+    # By their growth with the rows, from the largest on: another moment counts only if no larger one grows as much.
+    for growth, moment in sorted(((_differences(each), each) for each in moments), reverse=True):
+        if not any(all(map(le, growth, _differences(each))) for each in largest):
             largest.append(moment)
     return largest
+
+
+def _matches(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield the indices of operations that two passes have in the same order."""
+    for first, second, size in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
+        yield from zip(range(first, first + size), range(second, second + size), strict=True)
+
+
+def _differences(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the differences of the highest order between values, then of lower ones, and last the first value."""
+    if len(values) == 1:
+        return values
+    return (*_differences(tuple(map(sub, values[1:], values))), values[0])
+
+
+def _without_decrease(values: Sequence[int]) -> list[int]:
+    """Return the values for one row, for two, and so on, of a function that is no smaller for any number of rows, and neither negative nor
+    decreasing: a mask may make more bytes for many rows than for few.
+    """
+    parts = _differences(tuple(values))[::-1]  # of the function: constant, linear, quadratic
+    return [sum(comb(rows, order) * max(0, part) for order, part in enumerate(parts)) for rows in range(len(values))]
 
 
 def _alike(parts: ModelParts, run: _Run) -> list[list[int]]:
@@ -225,37 +247,32 @@ def _kind(
 ) -> BlockKind:
     """Measure blocks of towers that are alike, and return their costs as functions of the rows."""
     first = indices[0]
-    _require_linear(parts.block_names[first], *(run.calls[first] for run in runs))
     block, in_float32 = meta_copy(parts.blocks[first]), parts.in_float32_inside(parts.block_names[first])
-    one, two = (run_on_meta(block, *run.calls[first], dtype, accelerated, in_float32) for run in runs)
+    measured = [run_on_meta(block, *run.calls[first], dtype, accelerated, in_float32) for run in runs]
     # What the code around these blocks keeps only until the decoder begins, such as the output of each block.
     decoder = parts.decoder_blocks.start
-    beside = [max(0, max(run.live[index] for index in indices) - run.live[decoder]) for run in runs]
-    hidden = _of_rows(runs[0].hidden[first], runs[1].hidden[first], repeats)
-    peaks = _of_rows(one.forward_peak + beside[0], two.forward_peak + beside[1], repeats)
-    forward = _of_rows(one.forward, two.forward, repeats)
+    beside = _without_decrease([max(run.live[index] for index in indices) - run.live[decoder] for run in runs])
+    hidden = _of_rows((run.hidden[first] for run in runs), repeats)
+    peaks = [each.forward_peak + num for each, num in zip(measured, beside, strict=True)]
+    forward = _of_rows((each.forward for each in measured), repeats)
     if first not in runs[0].differentiated:  # there is no graph, and the input is no boundary
         nothing = Linear(Work(), Work())
-        inputs = Linear(peaks.one + hidden.one, peaks.two + hidden.two)
-        footprint = Linear(Footprint(inputs.one, inputs.one), Footprint(inputs.two, inputs.two))
-        return BlockKind(indices, footprint, peaks, forward, nothing, nothing, hidden=hidden)
-    footprints = [_beside(each, num + run.grads) for each, num, run in zip((one, two), beside, runs, strict=True)]
+        inputs = [num + run.hidden[first] for num, run in zip(peaks, runs, strict=True)]
+        footprint = _of_rows((Footprint(num, num) for num in inputs), repeats)
+        return BlockKind(indices, footprint, _of_rows(peaks, repeats), forward, nothing, nothing, hidden=hidden)
+    footprints = [_beside(each, num + run.grads) for each, num, run in zip(measured, beside, runs, strict=True)]
     return BlockKind(
-        indices, _of_rows(footprints[0], footprints[1], repeats), peaks, forward, _of_rows(one.recompute, two.recompute, repeats),
-        _of_rows(one.backward, two.backward, repeats), hidden=hidden,
+        indices, _of_rows(footprints, repeats), _of_rows(peaks, repeats), forward,
+        _of_rows((each.recompute for each in measured), repeats), _of_rows((each.backward for each in measured), repeats), hidden=hidden,
     )  # fmt: skip
 
 
-def _require_linear(name: str, one: Any, two: Any) -> None:
-    """Raise ConfigError if an argument of a block grows faster than the images, given the arguments for one image and for two."""
+def _is_quadratic(one: Any, two: Any) -> bool:
+    """Return whether an argument of a block grows faster than the images, given the arguments for one row and for two."""
     of_one, of_two = (
         [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, torch.Tensor)] for each in (one, two)
     )
-    if any(more.numel() > 2 * num.numel() for num, more in zip(of_one, of_two, strict=False)):
-        raise ConfigError(
-            f"images_per_row: {name} takes a mask over the patches of all images, which grows with the square of their number, so its memory is "
-            "not planned; plan rows of text, and leave room on the device"
-        )
+    return any(more.numel() > 2 * num.numel() for num, more in zip(of_one, of_two, strict=False))
 
 
 def _beside(run: BlockRun, num_bytes: int) -> Footprint:
@@ -263,12 +280,13 @@ def _beside(run: BlockRun, num_bytes: int) -> Footprint:
     return Footprint(run.footprint.graph, run.footprint.peak + num_bytes)
 
 
-def _of_rows(one: Any, two: Any, repeats: int) -> Any:
-    """Return a quantity as a function of the number of rows, from its values for one call with images and for two, of which each row has
-    ``repeats``.
+def _of_rows(values: Iterable[Any], repeats: int) -> Any:
+    """Return a quantity as a function of the number of rows, each of which has ``repeats`` calls with images, from its values for one call,
+    for two, and so on.
     """
-    of_calls = Linear(one, two)
-    return Linear(of_calls.at(repeats), of_calls.at(2 * repeats))
+    numbers = list(values)
+    of_calls = Linear(*numbers)
+    return Linear(*(of_calls.at(repeats * rows) for rows in range(1, len(numbers) + 1)))
 
 
 def _without(call: Call, names: frozenset[str]) -> Call:
