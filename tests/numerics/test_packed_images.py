@@ -67,8 +67,17 @@ def test_packed_rows_are_rows_by_themselves(kind: str, used: str) -> None:
 
 @pytest.mark.parametrize(("kind", "used", "reason"), REJECTED)
 def test_models_that_compute_packed_images_in_another_way_are_rejected(kind: str, used: str, reason: str) -> None:
+    plain = tiny(kind)
     with pytest.raises(ModelNotSupportedError, match=reason):
-        require_possible(tiny(kind), used)
+        require_possible(plain, used)
+
+
+@pytest.mark.parametrize("used", ["sdpa", "varlen"])
+def test_positions_that_are_found_in_another_way_are_rejected(used: str) -> None:
+    attention.register()
+    parts = find_parts(build_skeleton(tiny("qwen2_5_omni_thinker").config))
+    with pytest.raises(ModelNotSupportedError, match=r"cannot be tried on packed rows .*; remove packing"):
+        require_packable(parts, used)
 
 
 def test_a_rejected_model_computes_packed_images_in_another_way() -> None:

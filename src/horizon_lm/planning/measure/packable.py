@@ -1,7 +1,8 @@
 """Check that packed rows are computed as they would be one by one, by the arguments that the model's code makes for its blocks."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +14,6 @@ from horizon_lm.model import attention
 from horizon_lm.model.outer_trial import require_causal_images, seen, seen_in
 from horizon_lm.model.packed_positions import packed_positions, rope_index_of
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.model.trial import Call
 from horizon_lm.planning.measure.block_calls import call_of_each_block
 
 _FIRST, _SECOND = 5, 8  # tokens of the two sequences in a packed row
@@ -31,14 +31,16 @@ def require_packable(parts: ModelParts, used: str) -> None:
     name = type(parts.model).__name__
     if "position_ids" not in inspect.signature(type(parts.model).forward).parameters:
         raise ModelNotSupportedError(f"{name}: packing is not possible: the model takes no position_ids")
-    if used == attention.NAME:
-        attention.require_varlen(parts.model)
-        return
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
     ids, rope_index = torch.zeros_like(positions), rope_index_of(parts.model)
     if rope_index is not None:
-        positions = packed_positions(rope_index, ids, positions, {})
-    calls = _calls(parts, {"input_ids": ids, "position_ids": positions})
+        with _tried(parts):
+            positions = packed_positions(rope_index, ids, positions, {})
+    if used == attention.NAME:
+        attention.require_varlen(parts.model)
+        return
+    with _tried(parts):
+        calls = call_of_each_block(parts, torch.float32, {"input_ids": ids, "position_ids": positions})
     for index in parts.decoder_blocks:
         # Flash attention in transformers finds the sequences of a row by its positions.
         finds_sequences = used.startswith("flash") and calls[index][1].get("position_ids") is not None
@@ -48,11 +50,12 @@ def require_packable(parts: ModelParts, used: str) -> None:
             )
 
 
-def _calls(parts: ModelParts, inputs: Mapping[str, torch.Tensor]) -> dict[int, Call]:
-    """Return the arguments of each block; raise ModelNotSupportedError if the model's code cannot be tried on these inputs."""
+@contextmanager
+def _tried(parts: ModelParts) -> Iterator[None]:
+    """Context manager: raise ModelNotSupportedError for any exception, which the model's own code may raise on stand-ins."""
     try:
-        return call_of_each_block(parts, torch.float32, inputs)
-    except Exception as error:  # the model's own code may raise any exception on stand-ins
+        yield
+    except Exception as error:
         raise ModelNotSupportedError(
             f"{type(parts.model).__name__}: packing is not possible: its code cannot be tried on packed rows ({first_line(error)}); remove packing"
         ) from error
@@ -85,8 +88,8 @@ def require_packable_images(
     if used == attention.NAME:
         require_causal_images(parts)
     lengths = apart["attention_mask"].sum(1).tolist()
-    with attention.making_masks(parts.model):
-        calls = [_calls(parts, inputs) for inputs in (apart, packed)]
+    with attention.making_masks(parts.model), _tried(parts):
+        calls = [call_of_each_block(parts, torch.float32, inputs) for inputs in (apart, packed)]
     for index in parts.decoder_blocks:
         of_batch, of_packed = (dict(pytree.tree_leaves_with_path(each[index])) for each in calls)
         for path in of_batch.keys() | of_packed.keys():
