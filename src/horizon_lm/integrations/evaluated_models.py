@@ -67,7 +67,6 @@ def hash_of_parts(original: Callable[[Any], str]) -> Callable[[Any], str]:
     return hash_model
 
 
-CREATE_MODEL = "create_model_from_path"  # by which TRL's trainers load a model
 COPY_MODEL = "create_reference_model"  # by which they copy the one that is trained
 
 

@@ -1,14 +1,11 @@
 """Train a streamed model with transformers' Trainer and its subclasses, among them TRL's trainers."""
 
-import inspect
 import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 
@@ -16,7 +13,8 @@ from horizon_lm.common.optimizers import by_other_name
 from horizon_lm.engine.host.parameters import StreamedParameter
 from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, HorizonError, NonFiniteError, StreamingError, first_line
-from horizon_lm.integrations import evaluated_models, fused_head
+from horizon_lm.integrations import evaluated_models, fused_head, named_models
+from horizon_lm.integrations.constructors import arguments_by_name, globals_replaced
 from horizon_lm.integrations.distillation import DistilledFromLogits
 from horizon_lm.integrations.evaluated_models import EvaluatedModels
 from horizon_lm.integrations.held_batches import HeldBatches
@@ -60,25 +58,57 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
     _optimizer_limit: float | None = None  # the optimizer's own max_grad_norm, beside the one of the arguments
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _arguments_by_name(type(self), args, kwargs)
-        if given.get("model") is not None:
-            _require_streamed(given["model"])
-        _reject_unsupported(given.get("args"))
-        replacements: dict[str, Any] = {}
-        model = given.get("model")
-        if model is not None:
-            evaluated_models.prepare_reference(given)
-            _leave_head_in_float32(given.get("args"), model)
-            replacements[fused_head.ADD_HEAD] = fused_head.unless_streamed(model)
-            replacements[evaluated_models.CREATE_MODEL] = evaluated_models.streamed_like(model)
-            replacements[evaluated_models.COPY_MODEL] = evaluated_models.copied_from(model)
-            replacements[evaluated_models.HASH_MODEL] = evaluated_models.hash_of_parts
-        with _globals_replaced(type(self), replacements):
+        given = arguments_by_name(type(self), args, kwargs)
+        model, arguments = given.get("model"), given.get("args")
+        _reject_unsupported(arguments)
+        with ExitStack() as replaced:
+            if isinstance(model, str):
+                loaders = replaced.enter_context(ExitStack())
+
+                def open_trained(name: str, model_class: Any, **options: Any) -> Any:
+                    loaders.close()  # further models are evaluated
+                    opened = self.open_named(name, getattr(arguments, "device", "auto"), model_class, **options)
+                    self._prepare_for(opened, given, replaced)
+                    return opened
+
+                loaders.enter_context(globals_replaced(type(self), named_models.replaced_loaders(open_trained)))
+            elif model is not None:
+                self._prepare_for(model, given, replaced)
             super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.model_init is None:  # otherwise, it makes the model that is trained
             _require_streamed(trainer.model)
         _reject_watched_gradients(trainer.callback_handler.callbacks)
+
+    def open_named(self, name: str, device: Any, model_class: Any, **options: Any) -> Any:
+        """Return the streamed model that the trainer is given by name.
+
+        Args:
+            name: its folder or hub id.
+            device: the device that trains it.
+            model_class: as in `horizon_lm.from_pretrained`.
+            options: the arguments that the trainer would give to transformers.
+        """
+        return named_models.open_named(name, str(device), model_class, **options)
+
+    def _prepare_for(self, model: Any, given: Mapping[str, Any], replaced: ExitStack) -> None:
+        """Prepare the constructor's arguments, and the functions of the trainer's modules, for a streamed model.
+
+        Args:
+            model: the model that is trained.
+            given: the arguments of the constructor.
+            replaced: undoes the replacements when the trainer is made.
+        """
+        _require_streamed(model)
+        evaluated_models.prepare_reference({**given, "model": model})
+        _leave_head_in_float32(given.get("args"), model)
+        replacements: dict[str, Any] = {
+            fused_head.ADD_HEAD: fused_head.unless_streamed(model),
+            named_models.CREATE_MODEL: evaluated_models.streamed_like(model),
+            evaluated_models.COPY_MODEL: evaluated_models.copied_from(model),
+            evaluated_models.HASH_MODEL: evaluated_models.hash_of_parts,
+        }
+        replaced.enter_context(globals_replaced(type(self), replacements))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, and let one of several GPUs train a model that may be placed anywhere, as if it were split."""
@@ -310,28 +340,6 @@ def _distills(cls: type) -> bool:
     return owner is not None and "_get_last_hidden_state" in vars(owner)
 
 
-def _arguments_by_name(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a trainer's constructor by name.
-
-    The names are those of the first class in the order of base classes whose constructor names a ``model``. Arguments that it does not
-    name are left out.
-    """
-    signatures = [inspect.signature(vars(each)["__init__"]) for each in cls.__mro__ if "__init__" in vars(each)]
-    with_model = next(each for each in signatures if "model" in each.parameters)
-    first_to_receive = next((each for each in signatures if not _passes_all_on(each)), signatures[0])
-    # A subclass with a signature of its own may order arguments otherwise; then only those given by name are known.
-    positional = args if first_to_receive is with_model else ()
-    known = {name: value for name, value in kwargs.items() if name in with_model.parameters}
-    self_argument = None
-    return with_model.bind_partial(self_argument, *positional, **known).arguments
-
-
-def _passes_all_on(signature: inspect.Signature) -> bool:
-    """Return whether a constructor takes ``*args, **kwargs`` and nothing else."""
-    kinds = {each.kind for each in list(signature.parameters.values())[1:]}
-    return kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-
-
 def _require_streamed(model: Any) -> None:
     """Raise StreamingError for a model that is not streamed."""
     if not is_streamed(model):
@@ -370,20 +378,3 @@ def _reject_watched_gradients(callbacks: Iterable[Any]) -> None:
             f"WANDB_WATCH={watched} is not supported by a streamed model: gradients land in host memory without passing hooks; set "
             "WANDB_WATCH=parameters, or false"
         )
-
-
-@contextmanager
-def _globals_replaced(cls: type, replacements: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
-    """Context manager: replace global names in the modules of a class and of its bases.
-
-    Args:
-        cls: class of a trainer.
-        replacements: by name, a function of the original that returns what replaces it. Modules without a name keep it so.
-    """
-    modules = [sys.modules[name] for name in {each.__module__ for each in cls.__mro__} if name in sys.modules]
-    with ExitStack() as stack:
-        for module in modules:
-            for name, replacement in replacements.items():
-                if hasattr(module, name):
-                    stack.enter_context(patch.object(module, name, replacement(getattr(module, name))))
-        yield
