@@ -28,6 +28,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # libraries read it when
 _COMMANDS = {
     "plan": "Compute the memory, disk space and time that a run needs, before anything is downloaded.",
     "train": "Train a model with the settings of a YAML file, and export it to OUTPUT_DIR/model.",
+    "run": "Run a training script of transformers, TRL or accelerate as it is, with its models streamed.",
     "inspect": "Show the tokens that a run would train on, statistics, and likely mistakes in the data.",
     "init": "Print a run file to start from, or translate one of another trainer.",
     "generate": "Answer a prompt with a model that may be larger than the device's memory.",
@@ -41,17 +42,19 @@ _COMMANDS = {
 }
 _FOREIGN_COMMANDS = {  # commands of other programs, or of their subcommands
     **{name: f"use train, with objective: {name} in the run file" for name in ("sft", "dpo", "pretrain")},
-    **dict.fromkeys(("fit", "finetune", "lora", "run"), "use train"),
+    **dict.fromkeys(("fit", "finetune", "lora"), "use train"),
     **dict.fromkeys(("chat", "infer", "inference", "predict"), "use generate"),
     **dict.fromkeys(("merge-lora", "merge_lora", "fuse"), "use merge"),
     "preprocess": "use inspect",
     "evaluate": "use eval",
 }
-_STARTS_THREADS = ("plan", "train", "inspect", "generate", "eval", "export", "merge", "doctor")
+_STARTS_THREADS = ("plan", "train", "run", "inspect", "generate", "eval", "export", "merge", "doctor")
 # Run settings are not declared as options: any setting of the schema can override the run file.
 _ACCEPT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 # Options of other commands may also be written with underscores, as settings are.
 _ACCEPT_UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
+# What follows the name of a script belongs to it.
+_FIRST_ARGUMENT_ENDS_OPTIONS = {"allow_interspersed_args": False}
 _CODES = "  ".join(f"{code} {meaning.partition(':')[0]}," for code, meaning in EXIT_CODES.items()).rstrip(",")
 
 
@@ -71,6 +74,8 @@ class _LazyCommand(TyperCommand):
             function = getattr(import_module(f"horizon_lm.cli.{self.name}"), str(self.name))
         takes_settings = self.name in ("plan", "train", "inspect")
         settings: dict[str, Any] = _ACCEPT_SETTINGS if takes_settings else _ACCEPT_UNDERSCORES
+        if self.name == "run":
+            settings = settings | _FIRST_ARGUMENT_ENDS_OPTIONS
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         single.command(self.name, help=self.help, context_settings=settings)(function)
         command = typer.main.get_command(single)

@@ -59,6 +59,12 @@ def open_named(name: str, device: str, model_class: Any, **kwargs: Any) -> Any:
     return from_pretrained(name, device, model_class=model_class, **{"device_map": "auto"} | kwargs)
 
 
+def device_of(arguments: Any) -> str:
+    """Return the device of the arguments of a trainer, or of an accelerator, as `horizon_lm.from_pretrained` takes it; auto for None."""
+    device = getattr(arguments, "device", "auto")
+    return "cpu" if getattr(device, "type", None) == "cpu" else str(device)  # accelerate numbers CPUs
+
+
 def _dtype_of_folder(name: str, kwargs: dict[str, Any]) -> Any:
     """Return the dtype that a model was saved with."""
     from transformers import AutoConfig

@@ -67,20 +67,20 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
 
                 def open_trained(name: str, model_class: Any, **options: Any) -> Any:
                     loaders.close()  # further models are evaluated
-                    opened = self.open_named(name, getattr(arguments, "device", "auto"), model_class, **options)
-                    self._prepare_for(opened, given, replaced)
+                    opened = self.open_named(name, named_models.device_of(arguments), model_class, **options)
+                    self.prepare_for(opened, given, replaced)
                     return opened
 
                 loaders.enter_context(globals_replaced(type(self), named_models.replaced_loaders(open_trained)))
             elif model is not None:
-                self._prepare_for(model, given, replaced)
+                self.prepare_for(model, given, replaced)
             super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.model_init is None:  # otherwise, it makes the model that is trained
             _require_streamed(trainer.model)
         _reject_watched_gradients(trainer.callback_handler.callbacks)
 
-    def open_named(self, name: str, device: Any, model_class: Any, **options: Any) -> Any:
+    def open_named(self, name: str, device: str, model_class: Any, **options: Any) -> Any:
         """Return the streamed model that the trainer is given by name.
 
         Args:
@@ -89,9 +89,9 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
             model_class: as in `horizon_lm.from_pretrained`.
             options: the arguments that the trainer would give to transformers.
         """
-        return named_models.open_named(name, str(device), model_class, **options)
+        return named_models.open_named(name, device, model_class, **options)
 
-    def _prepare_for(self, model: Any, given: Mapping[str, Any], replaced: ExitStack) -> None:
+    def prepare_for(self, model: Any, given: Mapping[str, Any], replaced: ExitStack) -> None:
         """Prepare the constructor's arguments, and the functions of the trainer's modules, for a streamed model.
 
         Args:
@@ -141,7 +141,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         trainer: Any = self
         if isinstance(trainer.optimizer, AcceleratedOptimizer):  # it was created before
             return trainer.optimizer
-        self._apply_plan()
+        self.apply_plan()
         known = by_other_name(getattr(trainer.args.optim, "value", trainer.args.optim))
         if trainer.optimizer is None and self._class_makes_optimizer():
             trainer.optimizer = super().create_optimizer(model)  # type: ignore[misc]
@@ -172,8 +172,9 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         trained = [param for param in trainer.model.parameters() if param.requires_grad]
         return trainer.optimizer_cls_and_kwargs is None and any(isinstance(p, StreamedParameter) for p in trained)
 
-    def _apply_plan(self) -> None:
-        """Plan the steps, apply what the plan chooses, and print the plan. Raise DoesNotFitError if the steps do not fit.
+    def apply_plan(self) -> bool:
+        """Plan the steps, apply what the plan chooses, print the plan, and return whether there is one. Raise DoesNotFitError if the steps do not
+        fit.
 
         A plan that cannot be made is no obstacle: the reason is printed, and training begins without one.
         """
@@ -185,7 +186,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
                 "no plan was made, because the length of the longest row is not known; set max_length, or call "
                 "horizon_lm.plan(model, args, length=...)"
             )
-            return
+            return False
         self.reserve_device_memory()
         eval_length = (longest_row(trainer.eval_dataset, args, tokenizer) or length) if evaluates else 0
         try:
@@ -193,12 +194,13 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
             plan = planned.make()
         except HorizonError as error:
             self._print(f"no plan was made: {first_line(error)}")
-            return
+            return False
         if not plan.fits:
             planned.reject(plan)
         planned.apply(plan)
         for line in (*summary_lines(plan), *planned.generation_lines(plan)):
             self._print(f"plan: {line}")
+        return True
 
     def _print(self, line: str) -> None:
         """Print a line on the first rank."""

@@ -1,0 +1,1 @@
+"""Run an unchanged training script with its models streamed."""

@@ -1,0 +1,224 @@
+"""Scripts that know nothing of streaming train under ``horizon-lm run`` as they do alone."""
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel, Trainer
+
+from horizon_lm.integrations.scripts.observing import observing
+from horizon_lm.integrations.scripts.script import Script
+from horizon_lm.integrations.scripts.streaming import Options, ScriptModels
+from tests.e2e import tiny
+from tests.e2e.command import run
+from tests.seams.compare import difference
+from tests.support import tiny_models
+from tests.support.forks import context
+from tests.support.thinned_cases import without
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SCRIPTS = Path(__file__).with_name("scripts")
+NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "rows")
+SLOW = {"plain_trainer", "own_trainer"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("scripts") / "model")
+
+
+def _run(arguments: list[str], path: Path) -> None:
+    for number in (1, 2):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    torch.set_num_threads(1)
+    if arguments[0] != "run":
+        sys.argv, sys.path = arguments, [str(Path(arguments[0]).parent), *sys.path]
+        runpy.run_path(arguments[0], run_name="__main__")
+        return
+    from horizon_lm.cli import main
+
+    sys.argv[1:] = arguments
+    main()
+
+
+def in_process(folder: Path, *arguments: Any) -> tuple[int, str]:
+    """Run a script in a process of its own, plain or by ``run``. Return the exit code and all that it printed."""
+    path = folder / f"output-{len(list(folder.glob('output-*')))}"
+    process = context.Process(target=_run, args=([str(each) for each in arguments], path))
+    process.start()
+    process.join(200)
+    code = process.exitcode
+    assert code is not None, path.read_text()
+    return code, path.read_text()
+
+
+def results(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses and the saved weights of a script."""
+    weights = next((folder / "model").glob("*.safetensors"))
+    return json.loads((folder / "losses.json").read_text()), load_file(weights)
+
+
+@pytest.mark.parametrize("name", without(NAMES, SLOW))
+def test_equal_to_the_script_alone(tmp_path: Path, model: Path, name: str) -> None:
+    script = SCRIPTS / f"{name}.py"
+    code, printed = in_process(tmp_path, script, model, "--output", tmp_path / "plain")
+    assert code == 0, printed
+    code, printed = in_process(tmp_path, "run", script, model, "--output", tmp_path / "streamed")
+    assert code == 0, printed
+    (losses, weights), (streamed_losses, streamed_weights) = (
+        results(tmp_path / each) for each in ("plain", "streamed")
+    )
+    assert len(losses) >= 4
+    assert max(losses) - min(losses) > 0.005
+    assert difference(losses, streamed_losses, 5e-5) is None
+    assert difference(weights, streamed_weights, 5e-5) is None
+    # In this order: what is streamed, the plan, and the rate.
+    places = [printed.index(text) for text in ("is streamed to cpu in float32", "plan: host memory", " tokens/s")]
+    assert places == sorted(places)
+    assert f"{name}.py:" in printed[: places[0]].splitlines()[-1]
+
+
+def test_the_plan_alone(tmp_path: Path, model: Path) -> None:
+    for name in ("plain_trainer", "bare_loop"):
+        output = tmp_path / name
+        code, printed = in_process(tmp_path, "run", "--plan", SCRIPTS / f"{name}.py", model, "--output", output)
+        assert code == 0, printed
+        assert "plan: host memory" in printed
+        assert "the first" not in printed
+        assert not (output / "losses.json").exists()
+
+
+def test_a_module(tmp_path: Path, model: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": f"{n}"}]} for n in range(4)
+    ]
+    (tmp_path / "data").mkdir()
+    data = tiny.write_jsonl(tmp_path / "data" / "train.jsonl", rows)
+    code, printed = in_process(
+        tmp_path, "run", "--precision", "bf16", "-m", "trl.scripts.sft", "--model_name_or_path", model, "--dataset_name", data.parent,
+        "--output_dir", tmp_path / "out", "--max_steps", 1, "--use_cpu", "--bf16", "false", "--report_to", "none",
+    )  # fmt: skip
+    assert code == 0, printed
+    assert "is streamed to cpu in bf16" in printed
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    arguments, path = sys.argv, list(sys.path)
+    yield
+    sys.argv, sys.path = arguments, path
+
+
+LOAD = "from transformers import *\nimport sys, torch\n"
+REJECTED = {
+    "AutoModelForCausalLM.from_pretrained(sys.argv[1], load_in_8bit=True)": "load_in_8bit=True is not supported",
+    "LlamaForCausalLM.from_pretrained(sys.argv[1], quantization_config=BitsAndBytesConfig(load_in_8bit=True))": "8 bits is not",
+    "AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan='auto')": "tp_plan='auto' is not supported",
+    "AutoModelForCausalLM.from_pretrained(sys.argv[1], variant='fp16')": "variant='fp16' is not supported",
+    "AutoModelForCausalLM.from_pretrained(sys.argv[1], use_kernels=True)": "use_kernels=True is not supported",
+    "m = AutoModelForCausalLM.from_pretrained(sys.argv[1]); Trainer(m, TrainingArguments(use_liger_kernel=True, use_cpu=True))": (
+        "use_liger_kernel=True is not supported"
+    ),
+    "m = AutoModelForCausalLM.from_pretrained(sys.argv[1]); Trainer(m, TrainingArguments(fp16=True, use_cpu=True))": (
+        "fp16=True is not supported"
+    ),
+}
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("code", REJECTED)
+def test_what_is_not_supported_is_rejected_with_its_line(tmp_path: Path, model: Path, code: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOAD + code)
+    result = run("run", script, model)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: script.py:3: ")
+    assert REJECTED[code] in " ".join(result.stderr.split())
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_script_that_streams_nothing_fails(tmp_path: Path, model: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOAD + "AutoModelForCausalLM.from_pretrained(sys.argv[1])\nsys.exit(0)")
+    result = run("run", script, model)
+    assert result.exit_code == 2
+    assert "script.py ended, and no model was streamed" in result.stderr
+    script.write_text("import sys\nsys.exit(7)")
+    assert run("run", script).exit_code == 7
+    assert "no such script" in run("run", tmp_path / "other.py").stderr
+    assert "no such module" in run("run", "-m", "other_module_of_nobody").stderr
+    assert run("run").exit_code == 2
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Iterator[ScriptModels]:
+    found = ScriptModels(Script(tmp_path / "script.py", ()), Options())
+    with observing(found):
+        yield found
+    assert "__call__" not in vars(PreTrainedModel)
+    assert type(Trainer.__new__(Trainer)) is Trainer
+
+
+def test_moves_to_a_device_that_is_missing_do_nothing(models: ScriptModels, model: Path) -> None:
+    loaded = LlamaForCausalLM.from_pretrained(model)
+    assert loaded.to("cuda").cuda().to(torch.bfloat16) is loaded
+    assert (loaded.device.type, loaded.dtype) == ("cpu", torch.bfloat16)
+    models.loaded[loaded].device = None
+    loaded(input_ids=torch.zeros(1, 1, dtype=torch.long))  # streams it
+    assert models.num_streamed == 1
+    assert loaded._horizon.engine.store.precision.name == "bf16"
+    assert loaded.cuda().to("cuda:1").to("cpu") is loaded
+
+
+def test_weights_in_float16_become_bfloat16(
+    models: ScriptModels, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = LlamaForCausalLM.from_pretrained(model, dtype=torch.float16, device_map="auto", use_cache=False)
+    assert loaded.dtype == torch.bfloat16
+    assert not loaded.config.use_cache
+    printed = capsys.readouterr().out
+    assert "dtype=float16 is bfloat16" in printed
+    assert printed.count("device_map='auto' is left out") == 1
+
+
+def test_a_model_that_cannot_be_streamed_is_computed_whole(
+    models: ScriptModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path).to("cpu")
+    assert loaded(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits.shape == (1, 2)
+    assert loaded(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits.shape == (1, 2)
+    assert (
+        capsys.readouterr().out.count(
+            "BertForSequenceClassification is computed as a whole on cpu; it is not streamed: "
+        )
+        == 1
+    )
+    assert not models.num_streamed
+
+
+def test_a_base_of_4_bits_is_streamed_when_it_is_loaded(models: ScriptModels, model: Path) -> None:
+    loaded = LlamaForCausalLM.from_pretrained(model, load_in_4bit=True, device_map="auto")
+    assert loaded._horizon.engine.store.codecs
+    assert models.num_streamed == 1
+
+
+def test_a_model_that_generates_first_is_streamed_then(models: ScriptModels, model: Path) -> None:
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(tiny_models.build("llama").config)
+    loaded = LlamaForCausalLM._from_config(plain.config)
+    loaded.load_state_dict(plain.state_dict())
+    ids = torch.ones(1, 3, dtype=torch.long)
+    expected = plain.generate(ids, max_new_tokens=4, do_sample=False)
+    assert models.num_streamed == 0
+    assert torch.equal(loaded.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    assert models.num_streamed == 1
