@@ -3,9 +3,11 @@
 import json
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel, Trainer
 
+from horizon_lm.errors import ConfigError
+from horizon_lm.integrations.scripts.arguments import reject_unsupported
 from horizon_lm.integrations.scripts.observing import observing
 from horizon_lm.integrations.scripts.script import Script
 from horizon_lm.integrations.scripts.streaming import Options, ScriptModels
@@ -85,6 +89,21 @@ def test_equal_to_the_script_alone(tmp_path: Path, model: Path, name: str) -> No
     assert f"{name}.py:" in printed[: places[0]].splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path, model: Path) -> None:
+    for how in ([], ["-m", "horizon_lm", "run"]):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *how]
+        done = subprocess.run(
+            [*command, SCRIPTS / "plain_trainer.py", model, "--output", tmp_path / str(len(how))],
+            capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    (losses, weights), (streamed_losses, streamed_weights) = (results(tmp_path / each) for each in ("0", "3"))
+    assert done.stdout.count("is streamed to cpu") == 1
+    assert difference(losses, streamed_losses, 5e-5) is None
+    assert difference(weights, streamed_weights, 5e-5) is None
+
+
 def test_the_plan_alone(tmp_path: Path, model: Path) -> None:
     for name in ("plain_trainer", "bare_loop"):
         output = tmp_path / name
@@ -130,6 +149,9 @@ REJECTED = {
     "m = AutoModelForCausalLM.from_pretrained(sys.argv[1]); Trainer(m, TrainingArguments(fp16=True, use_cpu=True))": (
         "fp16=True is not supported"
     ),
+    "m = BertForMaskedLM(BertConfig(hidden_size=8, num_attention_heads=1)); Trainer(m, TrainingArguments(use_cpu=True))": (
+        "BertForMaskedLM"
+    ),
 }
 
 
@@ -142,6 +164,17 @@ def test_what_is_not_supported_is_rejected_with_its_line(tmp_path: Path, model: 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: script.py:3: ")
     assert REJECTED[code] in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "message"),
+    [("fp16", "NO", "mixed_precision='fp16' is not supported"), ("bf16", "FSDP", "accelerate is set up for FSDP")],
+)
+def test_what_accelerate_is_set_up_for_is_rejected(precision: str, kind: str, message: str) -> None:
+    accelerator = SimpleNamespace(mixed_precision=precision, distributed_type=SimpleNamespace(value=kind))
+    with pytest.raises(ConfigError, match=message):
+        reject_unsupported(accelerator)
+    reject_unsupported(SimpleNamespace(mixed_precision="bf16", distributed_type=SimpleNamespace(value="NO")))
 
 
 @pytest.mark.usefixtures("_restored")

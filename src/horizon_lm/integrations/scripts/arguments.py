@@ -16,6 +16,7 @@ _LEFT_OUT = (
     "device_map", "max_memory", "offload_folder", "offload_buffers", "offload_state_dict", "low_cpu_mem_usage", "from_tf", "_fast_init",
     "use_kernels",
 )  # fmt: skip
+_KINDS = ("DEEPSPEED", "FSDP", "MEGATRON_LM")  # of distributed training
 _REJECTED = ("load_in_8bit", "tp_plan", "variant", "use_kernels")
 
 
@@ -64,3 +65,16 @@ def asks_for_codes(config: Any, kept: Mapping[str, Any]) -> bool:
     """
     asked = kept.get("load_in_4bit") or kept.get("quantization_config") is not None
     return bool(asked or getattr(config, "quantization_config", None))
+
+
+def reject_unsupported(accelerator: Any) -> None:
+    """Raise ConfigError if an `Accelerator` is set up for what a streamed model does not support."""
+    if accelerator.mixed_precision == "fp16":
+        raise ConfigError(
+            "mixed_precision='fp16' is not supported by a streamed model: use bf16, which needs no scaling of the loss"
+        )
+    kind = accelerator.distributed_type.value
+    if kind in _KINDS:
+        raise ConfigError(
+            f"accelerate is set up for {kind}, which a streamed model does not need; start the script without it"
+        )

@@ -13,6 +13,7 @@ from horizon_lm.common.quantities import counted
 from horizon_lm.engine.streamed import is_streamed
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.integrations.named_models import device_of
+from horizon_lm.integrations.scripts.arguments import reject_unsupported
 from horizon_lm.integrations.scripts.streaming import ScriptModels, inside_of, own_precision
 from horizon_lm.integrations.trainer_plan import TrainerPlan
 from horizon_lm.planning.arithmetic.render import summary_lines
@@ -117,23 +118,14 @@ class Loops:
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             for each in args:
                 if isinstance(inside_of(each), PreTrainedModel) and not is_streamed(each):
-                    _reject_unsupported(accelerator)
+                    reject_unsupported(accelerator)
+                    if accelerator.num_processes > 1:
+                        raise ConfigError(
+                            f"there are {accelerator.num_processes} processes; a loop of a script's own trains a streamed model in "
+                            "one process, and a Trainer in several (docs/distributed.md)"
+                        )
                     self._models.stream(each, device_of(accelerator), own_precision(each))
                     self._models.in_loops.add(each)
             return original(accelerator, *args, **kwargs)
 
         replace(Accelerator, "prepare", prepare)
-
-
-def _reject_unsupported(accelerator: Any) -> None:
-    """Raise ConfigError if a setting of accelerate is not supported by a streamed model in a loop."""
-    if accelerator.mixed_precision == "fp16":
-        raise ConfigError(
-            "mixed_precision='fp16' is not supported by a streamed model: use bf16, which needs no scaling of the loss"
-        )
-    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    if accelerator.num_processes > 1 or kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        raise ConfigError(
-            f"accelerate is set up for {kind}, with {accelerator.num_processes} processes; a loop of a script's own trains a streamed "
-            "model in one process without it, and a Trainer in several (docs/trainer.md)"
-        )

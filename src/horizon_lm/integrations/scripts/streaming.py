@@ -9,6 +9,7 @@ import torch
 
 from horizon_lm.common.optimizers import by_other_name
 from horizon_lm.common.quantities import format_bytes
+from horizon_lm.common.visible import visible
 from horizon_lm.engine.opening.loading import stream
 from horizon_lm.engine.streamed import engine_of, is_streamed
 from horizon_lm.errors import ModelNotSupportedError, StreamingError, first_line
@@ -73,7 +74,7 @@ class ScriptModels:
         if os.environ.get("RANK", "0") == "0" and line not in self._said:
             self._said.add(line)
             place = self.script.place()
-            print(f"{place}: {line}" if place else line, flush=True)
+            print(visible(f"{place}: {line}" if place else line), flush=True)
 
     def add(self, model: Any) -> None:
         """Remember a model that the script has loaded. Weights in float16 become bfloat16."""
@@ -110,7 +111,7 @@ class ScriptModels:
         """Count a model that was streamed, for the lines before the plan."""
         inside = inside_of(model)
         record, store = self.loaded.get(inside), engine_of(model).store
-        loaded = f" of {record.place}" if record is not None and record.place else ""
+        loaded = f" of {record.place}" if record is not None and record.place not in ("", self.script.place()) else ""
         name = f"{type(inside).__name__} {inside.config.name_or_path}".strip()
         self.num_streamed += 1
         self.say(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from horizon_lm.engine.streamed import is_streamed
 from horizon_lm.integrations.named_models import device_of
-from horizon_lm.integrations.scripts.arguments import kept_arguments
+from horizon_lm.integrations.scripts.arguments import kept_arguments, reject_unsupported
 from horizon_lm.integrations.scripts.streaming import ScriptModels, inside_of, trained_precision
 from horizon_lm.integrations.trainer import trainer
 from horizon_lm.integrations.trainer_ranks import mesh_of
@@ -37,6 +37,12 @@ class ScriptTrainer:
         kept = kept_arguments(options, self.script_models.say)
         return self.script_models.open_named(name, device, model_class, **kept)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator. Raise ConfigError if `accelerate launch` has set up for it what a streamed model does not support."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        trainer: Any = self
+        reject_unsupported(trainer.accelerator)
+
     def call_model_init(self, trial: Any = None) -> Any:
         """Return the model that the script's ``model_init`` makes, streamed."""
         trainer: Any = self
@@ -59,8 +65,6 @@ class ScriptTrainer:
         if is_streamed(model) or not isinstance(inside_of(model), PreTrainedModel):
             return
         args = given.get("args")
-        if given.get("peft_config") is not None:  # a base that is not trained has no fp32 masters
-            model.requires_grad_(False)
         self.script_models.stream(model, device_of(args), trained_precision(model, args))
 
     def apply_plan(self) -> bool:
