@@ -114,6 +114,30 @@ def test_the_plan_alone(tmp_path: Path, model: Path) -> None:
         assert not (output / "losses.json").exists()
 
 
+def test_the_plan_for_another_machine(tmp_path: Path, model: Path) -> None:
+    for name in ("plain_trainer", "bare_loop"):
+        there = ("--plan", "--device", "rtx-4090", "--host-memory", "128GiB")
+        code, printed = in_process(tmp_path, "run", *there, SCRIPTS / f"{name}.py", model, "--output", tmp_path / "out")
+        assert code == 0, printed
+        assert "available (memory of RTX 4090 24 GB" in printed
+        assert "128.00 GiB available (host_memory)" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "rtx-4090"], "--device rtx-4090 is a machine to plan for; add --plan"),
+        (["--plan", "--device", "cpu"], "--device cpu: the script chooses the device of this machine"),
+        (["--host-memory", "1GiB"], "--host-memory is for the machine that --device names"),
+        (["--precision", "fp16"], "--precision fp16: choose one of"),
+    ],
+)
+def test_options_that_do_not_go_together(options: list[str], message: str) -> None:
+    result = run("run", *options, SCRIPTS / "lora.py")
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
 def test_a_module(tmp_path: Path, model: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": f"{n}"}]} for n in range(4)

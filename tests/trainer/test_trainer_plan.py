@@ -1,5 +1,6 @@
 """The plan of a Trainer counts the bytes that its steps take."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from horizon_lm.errors import ConfigError, DoesNotFitError, StreamingError
 from horizon_lm.integrations import trainer_plan
 from horizon_lm.integrations.trainer_plan import TrainerPlan
 from horizon_lm.memory.layout.slabs import padded
+from horizon_lm.planning.arithmetic.catalog import find_profile
 from horizon_lm.planning.arithmetic.request import Limit
-from horizon_lm.runs.admission.this_machine import this_machine
+from horizon_lm.runs.admission.this_machine import other_machine, this_machine
+from tests.e2e import tiny
+from tests.e2e.command import run
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models
@@ -162,3 +166,20 @@ def test_disk_has_room_for_the_best_checkpoint_and_the_newest(tmp_path: Path) ->
 
     assert planned(1) < planned(1, load_best_model_at_end=True) == planned(2)
     assert planned(3) == planned(3, load_best_model_at_end=True)
+
+
+def test_a_plan_for_another_machine_is_that_of_the_command(tmp_path: Path) -> None:
+    """The engine that was opened here chooses nothing for it: this device has no limit, and that one has."""
+    folder = tiny.save_model(tmp_path / "model")
+    model = horizon_lm.from_pretrained(folder, "cpu", "bf16")
+    args = arguments(tmp_path, gradient_accumulation_steps=1)
+    planned = TrainerPlan(model, args, 64, machine=other_machine(find_profile("rtx-4090"), 2**37)).make()
+    result = run(
+        "plan", "--model", folder, "--device", "rtx-4090", "--host-memory", "128GiB", "--precision", "bf16", "--max_length", 64,
+        "--per_device_train_batch_size", 3, "--gradient_accumulation_steps", 1, "--max_steps", 10, "--json",
+    )  # fmt: skip
+    expected = json.loads(result.stdout)["device"]
+    assert {item.name: item.bytes for item in planned.device.items} == {
+        item["name"]: item["bytes"] for item in expected["items"]
+    }
+    assert TrainerPlan(model, args, 64).make().device.items != planned.device.items

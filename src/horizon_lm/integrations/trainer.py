@@ -25,6 +25,7 @@ from horizon_lm.integrations.trainer_rows import longest_row
 from horizon_lm.optim.choosing import decay_groups, make_optimizer
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.planning.arithmetic.render import summary_lines
+from horizon_lm.planning.arithmetic.request import Machine
 
 # Settings of a Trainer that a streamed model does not support, with the values that leave them off, and the remedy.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -52,9 +53,11 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
 
     Attributes:
         streamed_optimizer: the Trainer's optimizer, if it is one of ours; None otherwise.
+        planned_machine: another machine that the plan is made for; None for this one.
     """
 
     streamed_optimizer: SlabOptimizer | None = None
+    planned_machine: Machine | None = None
     _optimizer_limit: float | None = None  # the optimizer's own max_grad_norm, beside the one of the arguments
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -190,7 +193,8 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         self.reserve_device_memory()
         eval_length = (longest_row(trainer.eval_dataset, args, tokenizer) or length) if evaluates else 0
         try:
-            planned = TrainerPlan(trainer.model, args, length, eval_length, trainer.state.max_steps or None)
+            num_steps = trainer.state.max_steps or None
+            planned = TrainerPlan(trainer.model, args, length, eval_length, num_steps, self.planned_machine)
             plan = planned.make()
         except HorizonError as error:
             self._print(f"no plan was made: {first_line(error)}")

@@ -40,21 +40,25 @@ class TrainerPlan:
         length: tokens of the longest row.
         eval_length: tokens of the longest row of the eval set; 0 without one.
         num_steps: optimizer steps; None for ``args.max_steps``.
+        machine: another machine, with one device, to plan for; None for this one.
 
     Raises:
         StreamingError: the model is not streamed.
     """
 
-    def __init__(self, model: Any, args: Any, length: int, eval_length: int = 0, num_steps: int | None = None) -> None:
+    def __init__(
+        self, model: Any, args: Any, length: int, eval_length: int = 0, num_steps: int | None = None,
+        machine: Machine | None = None,
+    ) -> None:  # fmt: skip
         if not is_streamed(model):
             raise StreamingError("plan needs a streamed model; call horizon_lm.stream(model) first")
-        self._model, self._args = model, args
+        self._model, self._args, self._other_machine = model, args, machine
         self._rows = RowShape(length, eval_length)
         self._num_steps = num_steps or (args.max_steps if args.max_steps > 0 else None)
         config = true_config(model)
         name = getattr(config, "name_or_path", "") or type(model).__name__
         classifier = _classifier(model)
-        self._run = _run_config(model, args, self._rows, name)
+        self._run = _run_config(model, args, self._rows, name, machine)
         opened = ModelSource(
             config, name, model_class=classifier, attn_implementation=self._run.attn_implementation,
             dtype=opened_dtype(self._run.precision),
@@ -142,6 +146,8 @@ class TrainerPlan:
 
     def _machine(self) -> Machine:
         """Return this machine, less the memory of the model that is already loaded, which the plan counts itself."""
+        if self._other_machine is not None:
+            return self._other_machine
         machine, store = this_machine(self._run), engine_of(self._model).store
         # Low halves that a base had before its adapters were added are the only part of the model that the plan does not count.
         frozen = [store.units[unit].plain for unit in store.frozen]
@@ -223,8 +229,15 @@ def _adapters(model: Any) -> PresentAdapters | None:
     return PresentAdapters(model, [name for names in horizon.engine.trainable().values() for name in names])
 
 
-def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
-    """Return the settings of a run that trains like this Trainer. ``name``: its ``model_name_or_path``."""
+def _run_config(model: Any, args: Any, rows: RowShape, name: str, machine: Machine | None) -> RunConfig:
+    """Return the settings of a run that trains like this Trainer.
+
+    Args:
+        model, args: as in `TrainerPlan`.
+        rows: the shape of the rows.
+        name: its ``model_name_or_path``.
+        machine: another machine, where the options that were chosen for the device of this one are chosen again; None for this one.
+    """
     engine = engine_of(model)
     options, precision = engine.options, engine.store.precision
     theirs = getattr(args.optim, "value", args.optim)
@@ -232,7 +245,7 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
     settings = {
         "model_name_or_path": name,
         "output_dir": args.output_dir,
-        "device": str(engine.device.torch_device),
+        "device": str(engine.device.torch_device) if machine is None else "cpu" if machine.on_host else "cuda",
         "precision": precision.name,
         "grad_dtype": str(precision.grad_dtype).removeprefix("torch."),
         "max_length": rows.length,
@@ -240,12 +253,13 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
         "gradient_accumulation_steps": args.gradient_accumulation_steps * _sequences_per_row(args),
         "optim": optim,
         "moments": moments,
-        "compile": options.compile,
         "mlp_chunk_tokens": options.mlp_chunk_tokens,
         "products": options.products,
         "allow_unproven_model": True,  # whether it may be streamed was decided when it was
-        **options.choices(),
     }
+    settings |= (
+        {"compile": options.compile, **options.choices()} if machine is None else {"expert_tile": options.expert_tile}
+    )
     if rows.eval_length:
         settings |= {"test_split_size": 1, "per_device_eval_batch_size": args.per_device_eval_batch_size}
     params = list(model.named_parameters())

@@ -90,7 +90,12 @@ class Loops:
             self._models.shown(has_plan=False)
             return
         rows, length = input_ids.shape
-        planned = TrainerPlan(model, SimpleNamespace(per_device_train_batch_size=rows, **_ARGUMENTS), length)
+        planned = TrainerPlan(
+            model,
+            SimpleNamespace(per_device_train_batch_size=rows, **_ARGUMENTS),
+            length,
+            machine=self._models.options.machine,
+        )
         try:
             plan = planned.make()
         except HorizonError as error:

@@ -15,6 +15,7 @@ from horizon_lm.engine.streamed import engine_of, is_streamed
 from horizon_lm.errors import ModelNotSupportedError, StreamingError, first_line
 from horizon_lm.integrations.named_models import open_named
 from horizon_lm.integrations.scripts.script import Script
+from horizon_lm.planning.arithmetic.request import Machine
 
 
 @dataclass(slots=True)
@@ -40,11 +41,13 @@ class Options:
         plan_only: end after the plan.
         precision: precision of all trained models; None for the one that belongs to the dtype of each.
         device_memory: as in `horizon_lm.stream`.
+        machine: another machine that plans are made for; None for this one.
     """
 
     plan_only: bool = False
     precision: str | None = None
     device_memory: int | None = None
+    machine: Machine | None = None
 
 
 class PlanShown(BaseException):

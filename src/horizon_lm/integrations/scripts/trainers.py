@@ -117,7 +117,11 @@ def made_by_scripts(models: ScriptModels) -> Callable[..., Any]:
         if issubclass(cls, ScriptTrainer):
             return cls
         copied = {name: getattr(cls, name) for name in ("__module__", "__doc__", "__qualname__")}
-        return type(cls.__name__, (ScriptTrainer, trainer(cls)), copied | {"script_models": models})
+        return type(
+            cls.__name__,
+            (ScriptTrainer, trainer(cls)),
+            copied | {"script_models": models, "planned_machine": models.options.machine},
+        )
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(streamed_class(cls))
