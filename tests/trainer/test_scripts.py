@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel, Trainer
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations.scripts.arguments import reject_unsupported
@@ -279,3 +287,24 @@ def test_a_model_that_generates_first_is_streamed_then(models: ScriptModels, mod
     assert models.num_streamed == 0
     assert torch.equal(loaded.generate(ids, max_new_tokens=4, do_sample=False), expected)
     assert models.num_streamed == 1
+
+
+@pytest.mark.parametrize("first", ["generate", "__call__", "trainer"])
+def test_adapters_train_in_whatever_streams_them(models: ScriptModels, model: Path, tmp_path: Path, first: str) -> None:
+    """The model inside PEFT's is streamed when it is called, and a trainer takes over what was streamed before."""
+    adapted = get_peft_model(LlamaForCausalLM.from_pretrained(model), LoraConfig(r=4, task_type="CAUSAL_LM"))
+    assert adapted.to("cuda") is adapted
+    models.loaded[adapted.get_base_model()].device = None
+    ids = torch.tensor([[5, 9, 3]])
+    if first != "trainer":
+        _ = adapted.generate(input_ids=ids, max_new_tokens=2) if first == "generate" else adapted(input_ids=ids)
+        assert len(models.in_loops) == models.num_streamed == 1
+    rows = [{"input_ids": ids[0].tolist(), "labels": ids[0].tolist()}] * 2
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, report_to="none", save_strategy="no")
+    trainer = Trainer(adapted, arguments, train_dataset=rows)
+    before = {name: param.detach().clone() for name, param in adapted.named_parameters() if param.requires_grad}
+    trainer.train()
+    assert (len(models.in_loops), models.num_streamed) == (0, 1)
+    changed = [not torch.equal(adapted.get_parameter(name), each) for name, each in before.items() if "lora_B" in name]
+    assert changed
+    assert all(changed)

@@ -59,9 +59,14 @@ class Loops:
             if self._models.waits(model) is not None:
                 self._models.stream_if_possible(model)
                 if is_streamed(model):
-                    self._models.in_loops.add(model)
+                    self._models.in_loops.add(inside_of(model))
                     return getattr(type(model), name)(model, *args, **kwargs)
-            if model in self._models.in_loops and name == "__call__" and torch.is_grad_enabled() and model.training:
+            if (
+                inside_of(model) in self._models.in_loops
+                and name == "__call__"
+                and torch.is_grad_enabled()
+                and model.training
+            ):
                 self._trains(model, kwargs.get("input_ids", args[0] if args else None))
             return original(model, *args, **kwargs)
 
@@ -130,7 +135,7 @@ class Loops:
                             "one process, and a Trainer in several (docs/distributed.md)"
                         )
                     self._models.stream(each, device_of(accelerator), own_precision(each))
-                    self._models.in_loops.add(each)
+                    self._models.in_loops.add(inside_of(each))
             return original(accelerator, *args, **kwargs)
 
         replace(Accelerator, "prepare", prepare)

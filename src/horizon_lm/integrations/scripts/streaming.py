@@ -63,7 +63,7 @@ class ScriptModels:
 
     Attributes:
         num_streamed: number of models that were streamed.
-        in_loops: streamed models that no trainer trains.
+        in_loops: streamed models, without adapters around them, that no trainer trains.
     """
 
     def __init__(self, script: Script, options: Options) -> None:

@@ -61,7 +61,7 @@ class ScriptTrainer:
             model: the model, which may be streamed already.
             given: arguments of the trainer's constructor.
         """
-        self.script_models.in_loops.discard(model)
+        self.script_models.in_loops.discard(inside_of(model))
         if is_streamed(model) or not isinstance(inside_of(model), PreTrainedModel):
             return
         args = given.get("args")
