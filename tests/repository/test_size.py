@@ -15,8 +15,8 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "horizon_lm"
 BOUNDS = {
-    "syntax nodes": 475_000,
-    "files": 469,
+    "syntax nodes": 481_000,
+    "files": 480,
     "floors of imports": 12,
     "entries at the root": 14,
     "nodes in 100 lines of code": 1_100,
