@@ -1,5 +1,6 @@
 """Scripts that know nothing of streaming train under ``horizon-lm run`` as they do alone."""
 
+import inspect
 import json
 import os
 import runpy
@@ -226,8 +227,11 @@ def test_a_script_that_streams_nothing_fails(tmp_path: Path, model: Path) -> Non
 @pytest.fixture
 def models(tmp_path: Path) -> Iterator[ScriptModels]:
     found = ScriptModels(Script(tmp_path / "script.py", ()), Options())
+    signature = inspect.signature(Trainer.__init__).parameters.keys() - {"self"}
     with observing(found):
+        assert inspect.signature(Trainer).parameters.keys() == signature
         yield found
+    assert inspect.signature(Trainer).parameters.keys() == signature
     assert "__call__" not in vars(PreTrainedModel)
     assert type(Trainer.__new__(Trainer)) is Trainer
 

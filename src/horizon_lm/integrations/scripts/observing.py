@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -55,15 +56,20 @@ def observing(models: ScriptModels) -> Iterator[None]:
         replace(GenerationMixin, "generate", loops.called(GenerationMixin.generate, "generate"))
         loops.observe_accelerate(replace)
         # If it was deleted afterwards, the class would have that of `object`, which Python lets take no arguments then.
-        stack.callback(setattr, Trainer, "__new__", staticmethod(_new))
+        stack.callback(setattr, Trainer, "__new__", _without_signature(_new))
         trainers: Any = Trainer
-        trainers.__new__ = staticmethod(made_by_scripts(models))
+        trainers.__new__ = _without_signature(made_by_scripts(models))
         yield
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     """Make an instance, as a class without a `__new__` does."""
     return object.__new__(cls)
+
+
+def _without_signature(new: Callable[..., Any]) -> Any:
+    """Return a function as a `__new__` whose signature `inspect` does not take for that of the class, which is that of its constructor."""
+    return staticmethod(partial(new).__call__)
 
 
 class _Loader:
