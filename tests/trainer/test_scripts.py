@@ -24,6 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations.scripts.arguments import reject_unsupported
 from horizon_lm.integrations.scripts.observing import observing
@@ -312,3 +313,35 @@ def test_adapters_train_in_whatever_streams_them(models: ScriptModels, model: Pa
     changed = [not torch.equal(adapted.get_parameter(name), each) for name, each in before.items() if "lora_B" in name]
     assert changed
     assert all(changed)
+
+
+@pytest.mark.parametrize("kind", ["instance", "subclass"])
+def test_weights_in_16_bits_with_an_optimizer_of_the_script_stay_in_them(
+    models: ScriptModels, model: Path, tmp_path: Path, kind: str
+) -> None:
+    class OwnOptimizer(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            return self.optimizer
+
+    loaded = LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=model, dtype=torch.bfloat16)
+    arguments = TrainingArguments(tmp_path / "out", max_steps=1, report_to="none", use_cpu=True)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8), "attention_mask": None}] * 2
+    collate = {
+        "data_collator": lambda batch: {name: each if each is None else each[None] for name, each in batch[0].items()}
+    }
+    if kind == "instance":
+        own = torch.optim.AdamW(loaded.parameters(), lr=1e-2)
+        trainer = Trainer(loaded, arguments, train_dataset=rows, optimizers=(own, None), **collate)
+    else:
+        trainer = OwnOptimizer(loaded, arguments, train_dataset=rows, **collate)
+    assert engine_of(trainer.model).store.precision.name == "bf16"
+    trainer.train()
+
+
+def test_help_of_a_script_is_no_error(tmp_path: Path) -> None:
+    script = tmp_path / "helps.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    code, printed = in_process(tmp_path, "run", script, "--help")
+    assert code == 0, printed
+    assert "usage: helps.py" in printed

@@ -19,7 +19,7 @@ Opener = Callable[..., Any]
 
 
 def replaced_loaders(open_trained: Opener) -> dict[str, Callable[[Any], Any]]:
-    """Return what replaces the loaders in the modules of a trainer, by their names: functions of the original.
+    """Return functions that replace the loaders in the modules of a trainer, by the names of these; each is made of the original.
 
     Args:
         open_trained: opens the trained model.
@@ -53,7 +53,7 @@ def open_named(name: str, device: str, model_class: Any, **kwargs: Any) -> Any:
         model_class: the class of transformers that opens it; None for the one of its folder.
         kwargs: arguments of transformers' ``from_pretrained``, or of `horizon_lm.from_pretrained`.
     """
-    if kwargs.get("dtype", "auto") in (None, "auto") and "precision" not in kwargs:
+    if kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) in (None, "auto") and "precision" not in kwargs:
         kwargs["dtype"] = _dtype_of_folder(name, kwargs)
     # As TRL's default does, it lets one of several GPUs train the model.
     return from_pretrained(name, device, model_class=model_class, **{"device_map": "auto"} | kwargs)
@@ -66,9 +66,10 @@ def device_of(arguments: Any) -> str:
 
 
 def _dtype_of_folder(name: str, kwargs: dict[str, Any]) -> Any:
-    """Return the dtype that a model was saved with."""
+    """Return the dtype that a model was saved with, and bfloat16 for float16, whose range needs a loss that is scaled."""
     from transformers import AutoConfig
 
     known = ("trust_remote_code", "revision", "cache_dir", "token", "subfolder", "local_files_only")
     config = AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in known if key in kwargs})
-    return getattr(config, "dtype", None) or torch.float32
+    dtype = getattr(config, "dtype", None) or torch.float32
+    return torch.bfloat16 if dtype == torch.float16 else dtype

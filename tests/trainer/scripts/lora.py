@@ -1,4 +1,4 @@
-"""Train adapters of PEFT with transformers' Trainer, and merge them."""
+"""Train adapters of PEFT with transformers' Trainer."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """See how a script loads, moves and calls models, and let streamed ones take their place."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -73,23 +73,24 @@ def _without_signature(new: Callable[..., Any]) -> Any:
 
 
 class _Loader:
-    """What replaces the methods by which models are loaded, or made of a config."""
+    """A replacement of the methods by which models are loaded, or made of a config."""
 
     def __init__(self, models: ScriptModels) -> None:
         self._models, self._is_loading = models, False
         self._pretrained: Any = vars(PreTrainedModel)["from_pretrained"].__func__
         self._of_config: Any = vars(PreTrainedModel)["_from_config"].__func__
 
-    def from_pretrained(self, cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(self, cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model as the script asks for, in host memory. One with quantized weights is streamed at once."""
+        name = pretrained_model_name_or_path
         if self._is_loading or not _may_be_streamed(cls):
             return self._pretrained(cls, name, *args, **kwargs)
         kept = kept_arguments(kwargs, self._models.say)
         config = kept.get("config")
         if config is None:
-            config = AutoConfig.from_pretrained(name, **{key: kept[key] for key in _OF_CONFIG if key in kept})
+            config = _config_of(name, kept)
         with self._loading():
-            if asks_for_codes(config, kept):
+            if config is not None and asks_for_codes(config, kept):
                 auto = next((auto for end, auto in _CLASSES.items() if cls.__name__.endswith(end)), None)
                 return self._models.open_named(str(name), "auto", auto, **{"config": config} | kept)
             loaded = self._pretrained(cls, name, *args, **kept)
@@ -116,6 +117,14 @@ class _Loader:
 
 
 _OF_CONFIG = ("trust_remote_code", "revision", "code_revision", "cache_dir", "token", "subfolder", "local_files_only")
+
+
+def _config_of(name: Any, kept: Mapping[str, Any]) -> Any:
+    """Return the config of a folder or hub id; None for those that only the class knows, such as a type of the script or adapters."""
+    try:
+        return AutoConfig.from_pretrained(name, **{key: kept[key] for key in _OF_CONFIG if key in kept})
+    except (OSError, ValueError):  # transformers says why, where the class cannot load it either
+        return None
 
 
 def _may_be_streamed(cls: Any) -> bool:

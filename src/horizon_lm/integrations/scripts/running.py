@@ -22,6 +22,8 @@ def run_script(script: Script, options: Options) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+        if not models.loaded:  # as after --help
+            return
     except HorizonError as error:
         if place := script.place(error):
             error.args = (f"{place}: {error}",)

@@ -87,7 +87,7 @@ class ScriptModels:
         self.loaded[model] = Loaded(self.script.place())
 
     def waits(self, model: Any) -> Loaded | None:
-        """Return what is known of a model, or of the one inside its adapters, that was loaded and may be streamed later; None otherwise."""
+        """Return the record of a model, or of the one inside its adapters, that was loaded and may be streamed later; None for others."""
         record = self.loaded.get(inside_of(model))
         return None if record is None or record.is_whole or is_streamed(model) else record
 
@@ -151,7 +151,7 @@ def own_precision(model: Any) -> str:
 
 
 def trained_precision(model: Any, args: Any) -> str:
-    """Return the precision for a Trainer: weights in 16 bits get fp32 masters, unless its optimizer is one of other code.
+    """Return the precision for a Trainer: weights in 16 bits get fp32 masters, unless the optimizer of its settings is one of other code.
 
     Args:
         model: a model that is not streamed.

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from horizon_lm.engine.streamed import is_streamed
 from horizon_lm.integrations.named_models import device_of
 from horizon_lm.integrations.scripts.arguments import kept_arguments, reject_unsupported
-from horizon_lm.integrations.scripts.streaming import ScriptModels, inside_of, trained_precision
+from horizon_lm.integrations.scripts.streaming import ScriptModels, inside_of, own_precision, trained_precision
 from horizon_lm.integrations.trainer import trainer
 from horizon_lm.integrations.trainer_ranks import mesh_of
 
@@ -21,11 +21,11 @@ class ScriptTrainer:
 
     Attributes:
         script_models: the models of the script.
-        num_tokens: tokens of the micro-batches since the rate was printed.
+        horizon_tokens: tokens of the micro-batches since the rate was printed.
     """
 
     script_models: ScriptModels
-    num_tokens = 0
+    horizon_tokens = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,10 +62,17 @@ class ScriptTrainer:
             given: arguments of the trainer's constructor.
         """
         self.script_models.in_loops.discard(inside_of(model))
-        if is_streamed(model) or not isinstance(inside_of(model), PreTrainedModel):
+        if is_streamed(model):
+            self.script_models.num_streamed = max(1, self.script_models.num_streamed)  # by the script itself
             return
-        args = given.get("args")
-        self.script_models.stream(model, device_of(args), trained_precision(model, args))
+        if not isinstance(inside_of(model), PreTrainedModel):
+            return
+        args, trainer = given.get("args"), self
+        optimizers = given.get("optimizers") or (None, None)
+        is_foreign = optimizers[0] is not None or given.get("optimizer_cls_and_kwargs") is not None
+        is_foreign = is_foreign or trainer._class_makes_optimizer()  # type: ignore[attr-defined]
+        precision = own_precision(model) if is_foreign else trained_precision(model, args)
+        self.script_models.stream(model, device_of(args), precision)
 
     def apply_plan(self) -> bool:
         has_plan: bool = super().apply_plan()  # type: ignore[misc]
@@ -74,20 +81,21 @@ class ScriptTrainer:
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step of training, and count its tokens."""
-        if "input_ids" in inputs:
-            self.num_tokens += inputs.get("attention_mask", inputs["input_ids"] >= 0).sum().item()
+        if (ids := inputs.get("input_ids")) is not None:
+            mask = inputs.get("attention_mask")
+            self.horizon_tokens += int(mask.sum()) if mask is not None and mask.shape == ids.shape else ids.numel()
         return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
 class _Rate(TrainerCallback):  # type: ignore[misc]
-    """Prints the rate of the first step, and of all others at the end."""
+    """A callback that prints the rate of the first step, and of all others at the end."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._began, self._first = trainer, 0.0, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began, self._first = time.perf_counter(), state.global_step
-        self._trainer.num_tokens = 0
+        self._trainer.horizon_tokens = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._first + 1:
@@ -99,15 +107,15 @@ class _Rate(TrainerCallback):  # type: ignore[misc]
 
     def _print(self, what: str, num_steps: int) -> None:
         """Print the rate since the last time."""
-        seconds, num_tokens = time.perf_counter() - self._began, self._trainer.num_tokens
-        self._began, self._trainer.num_tokens = time.perf_counter(), 0
+        seconds, num_tokens = time.perf_counter() - self._began, self._trainer.horizon_tokens
+        self._began, self._trainer.horizon_tokens = time.perf_counter(), 0
         of_process = " in this process" if mesh_of(self._trainer.model).size > 1 else ""
         rate = f", {num_tokens / seconds:,.0f} tokens/s{of_process}" if num_tokens else ""
         self._trainer.script_models.say(f"{what} took {seconds / num_steps:.2f} s{rate}")
 
 
 def made_by_scripts(models: ScriptModels) -> Callable[..., Any]:
-    """Return what replaces ``Trainer.__new__``: it makes an instance of a subclass that trains streamed models.
+    """Return a replacement of ``Trainer.__new__`` that makes an instance of a subclass which trains streamed models.
 
     The constructor that follows is that of the subclass. So the trainers of TRL and those of the script are found without a list.
     """
