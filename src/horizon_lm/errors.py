@@ -36,6 +36,10 @@ class ModelNotSupportedError(HorizonError, ValueError):
     exit_code = 2
 
 
+class ImagesNotSupportedError(ModelNotSupportedError):
+    """A model of images and text computes rows with images in another way than transformers."""
+
+
 class DoesNotFitError(HorizonError, MemoryError):
     """More bytes are needed than available; the message has both numbers and a remedy."""
 

@@ -12,6 +12,7 @@ from horizon_lm.model import attention
 from horizon_lm.model.skeletons import build_skeleton
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.measure.packable import require_packable, require_packable_images
+from tests.census.images import image_batch
 from tests.support.gradients import assert_close_gradients
 from tests.support.models_with_images import streamed, tiny
 from tests.support.rows_with_images import Batch, batches_of, packed_of
@@ -30,6 +31,7 @@ REJECTED = (
         "block 0 .* gets other attention_mask for images",
     ),  # transformers masks images of the first row in each one
     ("gemma3", "varlen", "their tokens see later ones"),
+    ("hunyuan_vl", "varlen", "cannot be tried on packed rows"),
     ("hunyuan_vl", "sdpa", "cannot be tried on packed rows"),  # it takes no positions of texts before those of the axes
 )
 
@@ -97,13 +99,14 @@ def test_varlen_computes_batches_with_images(kind: str) -> None:
     torch.testing.assert_close(losses_of(model, batch), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_varlen_rejects_images_whose_tokens_see_later_ones() -> None:
-    plain = tiny("gemma3")
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4_unified"])  # with a tower, and without
+def test_varlen_rejects_images_whose_tokens_see_later_ones(kind: str) -> None:
+    plain = tiny(kind)
     model = streamed(plain, attn_implementation="varlen")
     with pytest.raises(
         ModelNotSupportedError, match="not possible for images: their tokens see later ones; choose sdpa"
     ):
-        model(**batches_of(plain)[0])
+        model(**image_batch(plain))
 
 
 @pytest.mark.parametrize("change", ["positions", "borders"])

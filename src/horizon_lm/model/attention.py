@@ -305,7 +305,7 @@ def _use_in_decoder(model: Any) -> None:
     for module in (each for each in model.modules() if isinstance(each, PreTrainedModel)):
         if module.config is not text and module.config._attn_implementation == NAME:
             module.config._attn_implementation = {"": module.get_correct_attn_implementation(None)}
-    text._attn_implementation = NAME  # a dictionary names configs inside the config, and the empty name is its own
+    text._attn_implementation = {"": NAME}  # a dictionary names configs inside the config; the empty name is its own
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from horizon_lm.common.units import EMBED, OUTER
-from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.errors import ImagesNotSupportedError, ModelNotSupportedError
 from horizon_lm.model import attention
 from horizon_lm.model.functional import Place
 from horizon_lm.model.parts import ModelParts, ParamRef
@@ -75,7 +75,7 @@ def try_outer(parts: ModelParts) -> OuterTrial | None:
 
 
 def require_causal_images(parts: ModelParts) -> None:
-    """Raise ModelNotSupportedError if tokens of an image see later ones, as those of a text never do.
+    """Raise ImagesNotSupportedError if tokens of an image see later ones, as those of a text never do.
 
     The model's outer code is run on tokens that are marked as those of an image, without the image.
     """
@@ -98,7 +98,7 @@ def require_causal_images(parts: ModelParts) -> None:
             return
         reason = "their tokens see later ones"
         break
-    raise ModelNotSupportedError(
+    raise ImagesNotSupportedError(
         f"{type(parts.model).__name__}: attn_implementation='varlen' is not possible for images: {reason}; choose sdpa"
     )
 
@@ -112,7 +112,7 @@ def seen_in(call: Call, length: int) -> Iterator[torch.Tensor]:
 
 def seen(mask: torch.Tensor) -> torch.Tensor:
     """Return a mask as booleans, True where a token sees another one; of a mask that is added to scores, where it is not the least number."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
 
 
 class _StandIns:

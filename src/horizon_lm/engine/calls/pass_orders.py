@@ -35,6 +35,7 @@ class PassOrders:
         self._engine, self._call_model = engine, call_model
         self._known: dict[Any, PassOrder] = {}  # by the kind of a call, and what is trained
         self._kinds: dict[Any, nn.Module] = {}  # a block on the meta device, by structure
+        self._has_causal_images = False  # known to have them
 
     def of_text(self, batch: Batch, inputs_need_grad: bool = False) -> PassOrder:
         """Return the order of a pass that computes no tower."""
@@ -55,6 +56,8 @@ class PassOrders:
         Raises:
             StreamingError: a batch passes through a tower twice, or batches pass through units in different orders.
         """
+        if any(batch.modal for batch in batches):
+            self._require_causal_images()
         if not self._engine.parts.towers:
             return self.of_text(batches[0], inputs_need_grad)
         mesh = self._engine.mesh
@@ -70,6 +73,13 @@ class PassOrders:
         absent = frozenset(unit.block_index for unit in order.units if unit.is_block and unit not in own.units)
         return PassOrder(order.units, order.differentiated, absent)
 
+    def _require_causal_images(self) -> None:
+        """Raise ImagesNotSupportedError if tokens of images see later ones, and the attention of the model cannot compute that."""
+        parts = self._engine.parts
+        if not self._has_causal_images and parts.model.config.get_text_config()._attn_implementation == attention.NAME:
+            require_causal_images(parts)
+            self._has_causal_images = True
+
     def _of_batch(self, batch: Batch, recording: bool) -> PassOrder:
         """Return the order of a pass with one batch, from a trial of the model's code unless one of its kind was tried before."""
         parts = self._engine.parts
@@ -84,8 +94,6 @@ class PassOrders:
     def _find(self, batch: Batch, recording: bool) -> PassOrder:
         """Run the model's code around its blocks on a batch, and return the order in which it calls them."""
         engine = self._engine
-        if batch.modal and engine.parts.model.config.get_text_config()._attn_implementation == attention.NAME:
-            require_causal_images(engine.parts)
         found = PassTrial(
             engine.parts, self._call_model, engine.options.compute_dtype, engine.device.torch_device, self._output_on_meta, recording
         )  # fmt: skip

@@ -182,7 +182,11 @@ def call_of_each_block(parts: ModelParts, dtype: torch.dtype, inputs: Mapping[st
         dtype: dtype of hidden states.
         inputs: inputs of the model.
     """
-    return _record(parts, {index: meta_copy(module) for index, module in enumerate(parts.blocks)}, dtype, inputs)
+    copies: dict[Any, nn.Module] = {}  # by structure; blocks of one structure get outputs in the same memory
+    for module in parts.blocks:
+        if (key := structure_key(module)) not in copies:
+            copies[key] = meta_copy(module)
+    return _record(parts, {i: copies[structure_key(each)] for i, each in enumerate(parts.blocks)}, dtype, inputs)
 
 
 def _batch(rows: int, tokens: int, masked: bool) -> dict[str, torch.Tensor]:
@@ -208,18 +212,18 @@ def _record(
         inputs: inputs of the model.
     """
     calls: dict[int, Call] = {}
-    outputs: dict[nn.Module, Any] = {}
+    outputs: dict[Any, Any] = {}  # by kind, and the shape of its input
 
     def answer(index: int, *args: Any, **kwargs: Any) -> Any:
         """Record the arguments of a block, and return zeros like the output of its kind."""
         calls[index] = args, kwargs
         if index == parts.num_blocks - 1:
             raise TrialDoneError
-        kind = kinds[index]
-        if kind not in outputs:
-            output = output_on_meta(kind, args, kwargs, dtype, _float32_weights(parts, index))
-            outputs[kind] = pytree.tree_map(_zeros, output)
-        return outputs[kind]
+        key = kinds[index], (args[0] if args else kwargs["hidden_states"]).shape
+        if key not in outputs:
+            output = output_on_meta(kinds[index], args, kwargs, dtype, _float32_weights(parts, index))
+            outputs[key] = pytree.tree_map(_zeros, output)
+        return outputs[key]
 
     def zero(ref: ParamRef) -> torch.Tensor:
         # One zero that is read everywhere: adapters of a large model would take seconds to write.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from horizon_lm.common.units import HEAD, block
-from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
+from horizon_lm.errors import ConfigError, HorizonError, ImagesNotSupportedError, ModelNotSupportedError, first_line
 from horizon_lm.memory.codecs.base import Codec
 from horizon_lm.memory.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.memory.codecs.stack import Stack
@@ -230,17 +230,17 @@ def _with_images(
     except Exception as error:  # the model's own code may raise any exception on stand-ins
         raise ModelNotSupportedError(
             f"{type(parts.model).__name__}: its code for images cannot be tried without weights ({first_line(error)}), so a plan cannot count "
-            "them; plan rows of text, without images_per_row"
+            "them; plan rows of text"
         ) from error
     of_decoder = [kind for kind in kinds if kind.indices[0] in parts.decoder_blocks]
     return {"images": costs, "kinds": [*of_towers, *of_decoder], "first_differentiated": first_differentiated}
 
 
 def require_images(parts: ModelParts, examined: Examined) -> None:
-    """Raise ModelNotSupportedError if a model is streamed on text only."""
+    """Raise ImagesNotSupportedError if a model is streamed on text only, or if its attention cannot compute images."""
     if IMAGES not in examined.images:
-        raise ModelNotSupportedError(
-            f"images_per_row: {type(parts.model).__name__} is streamed on text only so far (docs/generated/models.md); remove it, or set allow_unproven_model"
+        raise ImagesNotSupportedError(
+            f"{type(parts.model).__name__} is streamed on text only so far (docs/generated/models.md); leave images out, or set allow_unproven_model"
         )
     if examined.attention == attention.NAME:
         require_causal_images(parts)

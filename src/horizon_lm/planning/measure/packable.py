@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -38,8 +38,9 @@ def require_packable(parts: ModelParts, used: str) -> None:
             positions = packed_positions(rope_index, ids, positions, {})
     if used == attention.NAME:
         attention.require_varlen(parts.model)
-        return
-    with _tried(parts):
+        if rope_index is None:
+            return
+    with _tried(parts), attention.making_masks(parts.model) if used == attention.NAME else nullcontext():
         calls = call_of_each_block(parts, torch.float32, {"input_ids": ids, "position_ids": positions})
     for index in parts.decoder_blocks:
         # Flash attention in transformers finds the sequences of a row by its positions.
@@ -90,10 +91,15 @@ def require_packable_images(
     lengths = apart["attention_mask"].sum(1).tolist()
     with attention.making_masks(parts.model), _tried(parts):
         calls = [call_of_each_block(parts, torch.float32, inputs) for inputs in (apart, packed)]
+    same = set[tuple[int, int]]()  # pairs of arguments, which blocks share
     for index in parts.decoder_blocks:
         of_batch, of_packed = (dict(pytree.tree_leaves_with_path(each[index])) for each in calls)
         for path in of_batch.keys() | of_packed.keys():
-            if not _is_same(of_batch.get(path), of_packed.get(path), lengths):
+            pair = of_batch.get(path), of_packed.get(path)
+            if (id(pair[0]), id(pair[1])) in same:
+                continue
+            same.add((id(pair[0]), id(pair[1])))
+            if not _is_same(*pair, lengths):
                 raise ModelNotSupportedError(
                     f"{_not_possible(parts, index)} gets {_name(path)} for images in packed rows that differ from those of the rows themselves; "
                     "remove packing"

@@ -78,7 +78,7 @@ def _pack(part: Part, strategy: str, length: int) -> Part:
 
     if part.with_images[part.indices].any():
         name = IMAGE_COLUMNS[0]
-        packed = packed.map(
+        packed = record(packed).map(
             partial(_place_images, images=part.table.data.column(name)), batched=True, batch_size=100,
             features=type(packed.features)({**packed.features, name: part.table.features[name]}),
             new_fingerprint=digest(fingerprint, name), desc="packing images",
