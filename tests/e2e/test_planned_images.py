@@ -16,16 +16,18 @@ from transformers import AutoConfig, AutoTokenizer, LlavaConfig, LlavaForConditi
 
 from horizon_lm.cli.plan_arguments import Size, read_arguments
 from horizon_lm.cli.planned_run import plan_one
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, DoesNotFitError
 from horizon_lm.planning.arithmetic.device_memory import device_use
 from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.planning.arithmetic.render import plan_as_json, plan_lines, write_plan
+from horizon_lm.planning.arithmetic.request import Limit, Machine, Saves
+from horizon_lm.runs.admission.run_plan import Admission
 from horizon_lm.runs.config.load import as_config
 from horizon_lm.runs.data.ahead import BatchesAhead
 from horizon_lm.runs.data.batch import Batch
 from horizon_lm.runs.data.loader import batch_from, collate
 from horizon_lm.runs.data.token_dataset import TokenTable
-from horizon_lm.runs.data.vision import Vision
+from horizon_lm.runs.data.vision import Vision, vision_of
 from horizon_lm.runs.run_files import read_plan
 from horizon_lm.runs.training.rows import RunData, load_data
 from tests.e2e.resuming import Runs
@@ -335,6 +337,36 @@ def test_the_largest_of_many_images_stands_for_all(tmp_path: Path, monkeypatch: 
     assert (images.per_row, images.tokens) == (4, 16 + 3 * 8)
     assert (of_largest.per_row, of_largest.tokens) == (4, 3 * 16)
     assert 0.95 * 1.2 < device_use(instead).images / device_use(tried).images < 1.05 * 1.2
+
+
+def test_towers_that_are_cut_may_take_less_than_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose plan assumes that a tower computes all images at once is admitted if it fits without images."""
+    folder = save_qwen2_5_vl(tmp_path / "model")
+    settings = {
+        "model_name_or_path": str(folder), "datasets": [str(write_rows(tmp_path / "rows.jsonl", *[1] * 8))], "device": "cpu",
+        "per_device_train_batch_size": 8, "device_micro_batch_size": 1, "freeze_vision_tower": False, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+
+    def admitted(num_bytes: int) -> Plan:
+        """Return the plan of a run on a device with so much memory."""
+        machine = Machine("a device", on_host=False, hardware=None, device_limits=[Limit("device", num_bytes)])
+        monkeypatch.setattr(Admission, "_machine", lambda self: machine)
+        admission = Admission(as_config(settings, {}))
+        vision = vision_of(admission.fetch_model())
+        data = load_data(admission.run, AutoTokenizer.from_pretrained(folder), vision=vision)
+        return admission.admit(data.loader, [], 1, Saves(), 0)
+
+    def is_said(plan: Plan) -> bool:
+        return any("they may not fit, and are not counted" in note for note in plan.machine.notes)
+
+    with_images = admitted(10**9)
+    assert with_images.step.outline.images is not None
+    assert not is_said(with_images)
+    plan = admitted(9 * 10**5)
+    assert plan.step.outline.images is None
+    assert is_said(plan)
+    with pytest.raises(DoesNotFitError):
+        admitted(10**5)
 
 
 def test_training_goes_on_if_images_cannot_be_planned(

@@ -9,7 +9,7 @@ blocks run on the meta device, as those of the decoder do.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from functools import cache, partial
+from functools import partial
 from math import comb
 from operator import add, le, sub
 from typing import Any
@@ -65,7 +65,6 @@ def rows_with_images(
         repeats: as in `RowsWithImages`.
     """
 
-    @cache
     def call(rows: int) -> Call:
         ids = torch.tensor([[0, *(token for image in tokens for token in (*image, 0))]] * rows)
         mask = torch.ones_like(ids)
@@ -114,10 +113,11 @@ def image_costs(
     """
     copies: dict[Any, nn.Module] = {}  # a block on the meta device, by structure
     repeats, decoder = images.repeats, parts.decoder_blocks.start
-    runs = [_run(parts, images.call(rows), dtype, copies) for rows in (1, 2)]
+    calls = [images.call(rows) for rows in (1, 2)]
+    runs = [_run(parts, call, dtype, copies) for call in calls]
     if any(_is_quadratic(*(run.calls[index] for run in runs)) for index in runs[0].calls):
-        runs.append(_run(parts, images.call(3), dtype, copies))
-    calls = [images.call(rows) for rows in range(1, len(runs) + 1)]
+        calls.append(images.call(3))
+        runs.append(_run(parts, calls[2], dtype, copies))
     texts = [_run(parts, _without(call, images.modal), dtype, copies) for call in calls]
     pixels = [_num_bytes(call[name] for name in images.modal) for call in calls]
     held = [run.live[decoder] - text.live[decoder] + num for run, text, num in zip(runs, texts, pixels, strict=True)]

@@ -11,7 +11,7 @@ from heapq import nlargest
 from itertools import chain
 from typing import Any
 
-from horizon_lm.errors import ConfigError, HorizonError
+from horizon_lm.errors import ConfigError, HorizonError, ImagesNotSupportedError
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.measure.image_arguments import rows_from_config
 from horizon_lm.planning.measure.image_costs import RowsWithImages, rows_with_images
@@ -27,7 +27,7 @@ from horizon_lm.runs.data.vision import Pictures, Vision
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _LARGE = 4096  # pixels of each side of an image, if the settings do not limit them: processors scale it down
-_TOKENS_TRIED = 1024  # of images in a row with which the model's code is tried
+_TOKENS_TRIED = 4096  # of images in a row with which the model's code is tried
 _ROWS_DECODED = 32  # first rows whose images a plan decodes: those with the most images
 
 
@@ -41,12 +41,18 @@ def with_images(
         source: its model.
         rows: the shape of its rows.
         find: returns the images; None if there are none.
+
+    Raises:
+        ImagesNotSupportedError: the model does not compute images as transformers does.
     """
     try:
         found = replace(source, images=find())
         found.outline(run, length=rows.length, masked=rows.masked)  # which the plan takes from there
-    except HorizonError as error:
-        return source, [f"images: rows of text are planned, because those with images cannot be: {error}"]
+    except ImagesNotSupportedError:
+        raise
+    except (HorizonError, RowError) as error:
+        reason = str(error).removeprefix("images_per_row: ")
+        return source, [f"images: rows of text are planned, because those with images cannot be: {reason}"]
     return found, []
 
 
@@ -134,7 +140,8 @@ def _vision_of(run: RunConfig, source: Source) -> Vision | None:
 def _rows_of(vision: Vision, groups: Sequence[Sequence[Any]], note: str = "", repeats: int = 1) -> RowsWithImages:
     """Return rows with images as a processor makes them.
 
-    Of images with many tokens the largest one stands for all, so that trying the model's code takes little memory.
+    Of images with many tokens the largest one stands for all, so that trying the model's code takes little memory. It is tried twice if it
+    has other tokens when it is the only one: some processors cut it into crops then.
 
     Args:
         vision: the processor.
@@ -142,16 +149,24 @@ def _rows_of(vision: Vision, groups: Sequence[Sequence[Any]], note: str = "", re
         note: as in `RowsWithImages`.
         repeats: number of times that a row has these images.
     """
-    processor, tokens = vision.processor, list[Sequence[int]]()
     images = [image for group in groups for image in group]
-    for group in groups:
-        expanded = vision.expand(" ".join([processor.image_token] * len(group)), group)
-        texts = [expanded.text[start:end] for _, (start, end) in expanded.places]
-        tokens += [processor.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    tokens = [ids for group in groups for ids in _tokens_of(vision, group)]
     sizes = list(map(len, tokens))
-    if len(images) > 1 and sum(sizes) > _TOKENS_TRIED:
+    if len(images) > 2 and sum(sizes) > _TOKENS_TRIED:
         largest = images[sizes.index(max(sizes))]
-        return replace(_rows_of(vision, [[largest]], note, -(-sum(sizes) // max(sizes))), per_row=len(images))
+        count = 1 if len(_tokens_of(vision, [largest])[0]) == max(sizes) else 2
+        found = _rows_of(
+            vision, [[largest] * count], f"{note}; all counted as the largest", -(-sum(sizes) // (count * max(sizes)))
+        )
+        return replace(found, per_row=len(images))
     return rows_with_images(
         len(images) * repeats, tokens, lambda ids, mask: vision.inputs([*groups] * len(ids), ids, mask), note, repeats
     )
+
+
+def _tokens_of(vision: Vision, images: Sequence[Any]) -> list[Sequence[int]]:
+    """Return the tokens of each image of a row."""
+    processor = vision.processor
+    expanded = vision.expand(" ".join([processor.image_token] * len(images)), images)
+    texts = [expanded.text[start:end] for _, (start, end) in expanded.places]
+    return [processor.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

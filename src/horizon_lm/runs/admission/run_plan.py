@@ -300,15 +300,21 @@ class Admission:
             _require_known_tokens(table, self._vocabulary)
         shape = RowShape.of(loader, held_out, prompt_length)
         self._run = freeze_unreached(self._run, self._source, shape)
-        machine = self._machine()
-        if shape.has_images:
-            tables = (loader.rows, *held_out)
+        machine, tables = self._machine(), (loader.rows, *held_out)
+        if any(table.has_images for table in tables):
             self._source, notes = with_images(self._run, self._source, shape, partial(images_of_tables, tables))
             machine = replace(machine, notes=[*machine.notes, *notes])
         self._plan_for = partial(
             self._plan, source=self._source, rows=shape, num_steps=num_steps, saves=saves, tokenizer=tokenizer
         )
         plan = self._plan_for(self._run, machine=machine)
+        if not plan.fits and self._source.images is not None and len(plan.step.settings.slices) > 1:
+            # Towers are planned as if they computed all images of a step at once, but the engine cuts them.
+            note = "images: they may not fit, and are not counted: with device_micro_batch_size, towers take less than is known before"
+            plan_text = partial(self._plan_for, source=replace(self._source, images=None))
+            text = plan_text(self._run, machine=replace(machine, notes=[*machine.notes, note]))
+            if text.fits:
+                plan, self._plan_for = text, plan_text
         if not plan.fits:
             self._reject(plan)
         # No later plan changes these: moments are in checkpoints, and blocks are opened whole or in tiles.
