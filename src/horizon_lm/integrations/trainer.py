@@ -146,7 +146,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
             return trainer.optimizer
         self.apply_plan()
         known = by_other_name(getattr(trainer.args.optim, "value", trainer.args.optim))
-        if trainer.optimizer is None and self._class_makes_optimizer():
+        if trainer.optimizer is None and self.class_makes_optimizer():
             trainer.optimizer = super().create_optimizer(model)  # type: ignore[misc]
         if trainer.optimizer is None and known is not None and self._may_use_our_optimizer():
             name, moments = known
@@ -160,7 +160,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         trainer.optimizer._is_accelerate_prepared = True
         return trainer.optimizer
 
-    def _class_makes_optimizer(self) -> bool:
+    def class_makes_optimizer(self) -> bool:
         """Return whether a subclass of Trainer, among the classes of this trainer, overrides how Trainer makes an optimizer."""
         from transformers import Trainer
 

@@ -67,10 +67,10 @@ class ScriptTrainer:
             return
         if not isinstance(inside_of(model), PreTrainedModel):
             return
-        args, trainer = given.get("args"), self
+        args = given.get("args")
         optimizers = given.get("optimizers") or (None, None)
         is_foreign = optimizers[0] is not None or given.get("optimizer_cls_and_kwargs") is not None
-        is_foreign = is_foreign or trainer._class_makes_optimizer()  # type: ignore[attr-defined]
+        is_foreign = is_foreign or self.class_makes_optimizer()  # type: ignore[attr-defined]
         precision = own_precision(model) if is_foreign else trained_precision(model, args)
         self.script_models.stream(model, device_of(args), precision)
 
