@@ -26,7 +26,7 @@ DIFFERENCES = {  # a pattern of the test's id and the difference: its trainings 
     r"VLM::test_train_vlm(_text_only_data|_with_max_length)?(\[.*)?: rewards/accuracies ": "rewards of 1e-6 after three steps of 1e-6: rounding errors, whose signs the accuracy counts",
     r"KTOTrainerVLM::test_train_vlm_text_only_data.*: kl ": "a KL of 3e-5, the difference of sums of log-probabilities near 100, which are rounded to 8e-6",
     r"(GRPO|RLOO)TrainerVLM::test_train_vlm.*: norm of \S+k_proj\.bias ": "the bias of keys does not change attention, so its gradient is a rounding error",
-    r"test_(rloo|grpo)_trainer.*(test_train_with_chat_template_kwargs|VLM::test_train_vlm(_with_pad_to_multiple_of)?(\[.*)?: (norm of|kl) )|test_sft_trainer.*test_train_vlm_prompt_completion.*Gemma3.*: norm of ": "gradients near zero, and steps of 0.1: a plain model whose weights are moved by 1e-7 differs as much",
+    r"test_(rloo|grpo)_trainer.*(test_train_with_chat_template_kwargs|VLM::test_train_vlm(_with_pad_to_multiple_of)?(\[.*)?: (norm of|kl) )|test_sft_trainer.*test_train_vlm_prompt_completion.*Gemma[34].*: norm of ": "gradients near zero, and steps of 0.1: a plain model whose weights are moved by 1e-7 differs as much",
 }
 ALLOWED = {  # a pattern of the test's id: an error that the test expects is not raised
     "test_gradient_checkpointing_double_forward_raises": "two forward passes with activated LoRA before the backward: each block is recomputed with the hooks of its own forward",
