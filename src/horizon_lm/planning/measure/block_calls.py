@@ -4,7 +4,7 @@ The model's outer code (masks, positions, rotary tables) runs on the CPU over a 
 different numbers of rows and tokens. The dimensions that change with each of them give the shapes for any batch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +117,9 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool,
     copies = {first: meta_copy(parts.blocks[first]) for first, *_ in alike.values()}  # without replaced forward methods
     copy_of_each = {index: copies[indices[0]] for indices in alike.values() for index in indices}
     with _short_window(parts, length):
-        recorded = [_record(parts, copy_of_each, dtype, _batch(rows, tokens, masked)) for rows, tokens in _shapes()]
+        recorded = [
+            _record(parts, copy_of_each, dtype, _batch(rows, tokens, masked), _zeros) for rows, tokens in _shapes()
+        ]
     return [
         _generalize(
             [calls[indices[0]] for calls in recorded], block=copies[indices[0]], indices=tuple(indices),
@@ -174,19 +176,29 @@ def _extent(number: int, more_rows: int, more_tokens: int) -> _Extent:
     return _Extent(number // (_ROWS[0] if by_rows else 1) // (_LENGTH[0] if by_length else 1), by_rows, by_length)
 
 
-def call_of_each_block(parts: ModelParts, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor]) -> dict[int, Call]:
+def call_of_each_block(
+    parts: ModelParts, dtype: torch.dtype, inputs: Mapping[str, torch.Tensor], shares_outputs: bool = False
+) -> dict[int, Call]:
     """Return the arguments of each block in one forward pass, as tensors with values.
 
     Args:
         parts: parts of a skeleton.
         dtype: dtype of hidden states.
         inputs: inputs of the model.
+        shares_outputs: outputs of one shape are the same zeros, so that long rows take little memory in a deep model.
     """
-    copies: dict[Any, nn.Module] = {}  # by structure; blocks of one structure get outputs in the same memory
-    for module in parts.blocks:
-        if (key := structure_key(module)) not in copies:
-            copies[key] = meta_copy(module)
-    return _record(parts, {i: copies[structure_key(each)] for i, each in enumerate(parts.blocks)}, dtype, inputs)
+    kinds = {index: meta_copy(module) for index, module in enumerate(parts.blocks)}
+    known: dict[Any, torch.Tensor] = {}
+
+    def shared(leaf: Any) -> Any:
+        """Return zeros on the CPU in place of a tensor, and anything else as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if (key := (leaf.shape, leaf.dtype)) not in known:
+            known[key] = _zeros(leaf)
+        return known[key]
+
+    return _record(parts, kinds, dtype, inputs, shared if shares_outputs else _zeros)
 
 
 def _batch(rows: int, tokens: int, masked: bool) -> dict[str, torch.Tensor]:
@@ -202,6 +214,7 @@ def _record(
     kinds: Mapping[int, nn.Module],
     dtype: torch.dtype,
     inputs: Mapping[str, torch.Tensor],
+    make_zeros: Callable[[Any], Any],
 ) -> dict[int, Call]:
     """Return the arguments of each block in one forward pass, which ends at the last block.
 
@@ -210,20 +223,21 @@ def _record(
         kinds: for the index of each block, a block of the same structure, which is run on the meta device for the shape of its output.
         dtype: dtype of hidden states.
         inputs: inputs of the model.
+        make_zeros: function from a leaf of a block's output on the meta device to what stands for it.
     """
     calls: dict[int, Call] = {}
-    outputs: dict[Any, Any] = {}  # by kind, and the shape of its input
+    outputs: dict[nn.Module, Any] = {}
 
     def answer(index: int, *args: Any, **kwargs: Any) -> Any:
         """Record the arguments of a block, and return zeros like the output of its kind."""
         calls[index] = args, kwargs
         if index == parts.num_blocks - 1:
             raise TrialDoneError
-        key = kinds[index], (args[0] if args else kwargs["hidden_states"]).shape
-        if key not in outputs:
-            output = output_on_meta(kinds[index], args, kwargs, dtype, _float32_weights(parts, index))
-            outputs[key] = pytree.tree_map(_zeros, output)
-        return outputs[key]
+        kind = kinds[index]
+        if kind not in outputs:
+            output = output_on_meta(kind, args, kwargs, dtype, _float32_weights(parts, index))
+            outputs[kind] = pytree.tree_map(make_zeros, output)
+        return outputs[kind]
 
     def zero(ref: ParamRef) -> torch.Tensor:
         # One zero that is read everywhere: adapters of a large model would take seconds to write.

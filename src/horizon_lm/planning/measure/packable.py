@@ -90,7 +90,7 @@ def require_packable_images(
         require_causal_images(parts)
     lengths = apart["attention_mask"].sum(1).tolist()
     with attention.making_masks(parts.model), _tried(parts):
-        calls = [call_of_each_block(parts, torch.float32, inputs) for inputs in (apart, packed)]
+        calls = [call_of_each_block(parts, torch.float32, inputs, shares_outputs=True) for inputs in (apart, packed)]
     same = set[tuple[int, int]]()  # pairs of arguments, which blocks share
     for index in parts.decoder_blocks:
         of_batch, of_packed = (dict(pytree.tree_leaves_with_path(each[index])) for each in calls)
