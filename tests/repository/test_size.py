@@ -16,7 +16,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "horizon_lm"
 BOUNDS = {
     "syntax nodes": 481_000,
-    "files": 480,
+    "files": 481,
     "floors of imports": 12,
     "entries at the root": 14,
     "nodes in 100 lines of code": 1_100,
