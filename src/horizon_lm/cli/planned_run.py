@@ -20,7 +20,7 @@ from horizon_lm.planning.arithmetic.remedies import Remedy
 from horizon_lm.planning.arithmetic.render import plan_as_json
 from horizon_lm.planning.arithmetic.request import Machine, Saves
 from horizon_lm.runs.admission.inputs import RowShape, Source, open_source
-from horizon_lm.runs.admission.planned_images import images_of_first_rows, images_of_rows, with_images
+from horizon_lm.runs.admission.planned_images import images_of_first_rows, images_of_rows, with_images_of_data
 from horizon_lm.runs.admission.remedies import remedies_of
 from horizon_lm.runs.admission.run_plan import plan_run
 from horizon_lm.runs.admission.this_machine import other_machine, this_machine
@@ -84,7 +84,7 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size, images_per_r
         source = replace(source, images=images_of_rows(run, source, images_per_row))
     elif images_per_row is None and run.max_length and find_parts(source.model.skeleton()).towers:
         longest = RowShape(run.max_length, run.max_length)
-        source, uncounted = with_images(run, source, longest, partial(images_of_first_rows, run, source))
+        source, uncounted = with_images_of_data(run, source, longest, partial(images_of_first_rows, run, source))
         if source.images is None:
             notes += uncounted or ["images: rows of text are planned; --images_per_row N counts images"]
     machine = replace(machine, notes=[*machine.notes, *notes, *tokenizer_notes])

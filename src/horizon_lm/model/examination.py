@@ -3,13 +3,13 @@
 The planner examines a skeleton, and streaming examines the model that it will train, by the same rules.
 """
 
-import inspect
 from dataclasses import dataclass
 
 from horizon_lm.common.streaming_options import WHOLE_BATCHES
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_kinds import adapted_model
+from horizon_lm.model.image_inputs import takes_images
 from horizon_lm.model.outer_trial import OuterTrial, require_each_block_once, try_outer
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.proven import (
@@ -70,10 +70,8 @@ def examine(
     proof = find_proof(parts)
     # A classifier may take the score of a masked token, if padding is not its padding token; varlen computes nothing for it.
     # The tokens of an image attend in both directions in some decoders, which varlen cannot do.
-    reads_images = "pixel_values" in inspect.signature(type(adapted_model(parts.model)).forward).parameters
-    prefers_varlen = (
-        on_accelerator and VARLEN in proof.features and not (parts.classifies or parts.towers or reads_images)
-    )
+    is_for_text = not (parts.classifies or parts.towers or takes_images(adapted_model(parts.model)))
+    prefers_varlen = on_accelerator and VARLEN in proof.features and is_for_text
     chosen = attention.choose(parts.model, attn_implementation, prefers_varlen)
     needed = {MICRO_BATCHES: in_micro_batches, VARLEN: chosen == attention.NAME}
     unproven = proof.reason_against(*(feature for feature, is_needed in needed.items() if is_needed))

@@ -17,11 +17,11 @@ from horizon_lm.common.units import EMBED, OUTER
 from horizon_lm.errors import ImagesNotSupportedError, ModelNotSupportedError
 from horizon_lm.model import attention
 from horizon_lm.model.functional import Place
+from horizon_lm.model.image_inputs import MARKS, image_token
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.trial import Call, answers_of, hidden_of, outer_weights, trial
 
 _ROWS, _LENGTH = 2, 5
-_IMAGE_TOKENS = ("image_token_id", "image_token_index")
 # What blocks return: hidden states, alone or first in a tuple.
 _STRUCTURES: tuple[Callable[[torch.Tensor], Any], ...] = (
     lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None), lambda hidden: (hidden, None, None),
@@ -81,10 +81,9 @@ def require_causal_images(parts: ModelParts) -> None:
     """
     trunk = parts.trunks()[0]
     marks = torch.tensor([[0, *[1] * (_LENGTH - 2), 0]] * _ROWS)
-    takes, config = inspect.signature(type(trunk).forward).parameters, parts.model.config
-    token = next((value for name in _IMAGE_TOKENS if isinstance(value := getattr(config, name, None), int)), 1)
-    inputs = {"input_ids": torch.where(marks == 1, token, 1)}
-    inputs |= {name: marks for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+    takes, token = inspect.signature(type(trunk).forward).parameters, image_token(parts.model.config)
+    inputs = {"input_ids": torch.where(marks == 1, 1 if token is None else token, 1)}
+    inputs |= {name: marks for name in MARKS if name in takes}
     # One zero that is read everywhere; some models look the embedding of padding up by themselves.
     zeros = [*outer_weights(parts, lambda ref: torch.zeros(()).expand(ref.param.shape), units=(OUTER, EMBED))]
     reason = "the model cannot be tried without an image"

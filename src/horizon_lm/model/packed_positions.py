@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from horizon_lm.model.image_inputs import takes_images
+
 _KINDS = "mm_token_type_ids"
 
 
 def rope_index_of(model: nn.Module) -> Callable[..., Any] | None:
     """Return the method that gives the tokens of rows with images their positions; None if a model has none, or reads only text."""
-    if "pixel_values" not in inspect.signature(type(model).forward).parameters:
+    if not takes_images(model):
         return None
     found = (getattr(module, "get_rope_index", None) for module in model.modules())
     return next(filter(None, found), None)

@@ -16,6 +16,7 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowDim, cut_batches
 from horizon_lm.engine.passes.tree import Path, Tree
 from horizon_lm.errors import HorizonError, ModelNotSupportedError
+from horizon_lm.model.image_inputs import MARKS
 from horizon_lm.model.trial import TrialDoneError, answering, answers_of
 
 
@@ -88,7 +89,7 @@ class RowDims:
         left_out = forward.batches[batch].modal
         given = {name: value for name, value in forward.batches[batch].call.items() if name not in left_out}
         if left_out:  # nor the marks of these tokens, each group of which some models match with an image
-            given |= {name: torch.zeros_like(value) for name, value in given.items() if name in _MARKS}
+            given |= {name: torch.zeros_like(value) for name, value in given.items() if name in MARKS}
         rows, arguments = forward.num_rows[batch], Tree(given)
         pairs = zip(arguments.paths, arguments.tensors, strict=True)
         call = arguments.rebuild([_repeat_first_row(path, tensor, rows) for (path, _), tensor in pairs])
@@ -131,9 +132,6 @@ def shapes_at(
         call_model(**call)  # whose end, by TrialDoneError, is the end of this context
         raise AssertionError(f"block {index} was not reached")
     return shapes
-
-
-_MARKS = ("token_type_ids", "mm_token_type_ids")
 
 
 def _rank(value: Any) -> Any:

@@ -67,11 +67,10 @@ class ScriptTrainer:
             return
         if not isinstance(inside_of(model), PreTrainedModel):
             return
-        args = given.get("args")
-        optimizers = given.get("optimizers") or (None, None)
-        is_foreign = optimizers[0] is not None or given.get("optimizer_cls_and_kwargs") is not None
-        is_foreign = is_foreign or self.class_makes_optimizer()  # type: ignore[attr-defined]
-        precision = own_precision(model) if is_foreign else trained_precision(model, args)
+        args, (optimizer, _) = given.get("args"), given.get("optimizers") or (None, None)
+        named = given.get("optimizer_cls_and_kwargs")
+        is_own = optimizer is not None or named is not None or self.class_makes_optimizer()  # type: ignore[attr-defined]
+        precision = own_precision(model) if is_own else trained_precision(model, args)
         self.script_models.stream(model, device_of(args), precision)
 
     def apply_plan(self) -> bool:

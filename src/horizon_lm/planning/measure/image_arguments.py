@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from horizon_lm.errors import ConfigError, StreamingError, first_line
+from horizon_lm.model.image_inputs import MARKS, image_token
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.skeletons import meta_copy
 from horizon_lm.model.trial import TrialDoneError
@@ -18,9 +19,6 @@ from horizon_lm.planning.measure.block_probe import output_on_meta
 from horizon_lm.planning.measure.image_costs import RowsWithImages, rows_with_images
 from horizon_lm.planning.measure.meta_recorder import Recorder
 from horizon_lm.planning.measure.pass_trial import PassTrial
-
-_MARKS = ("token_type_ids", "mm_token_type_ids")  # arguments of models for the kind of each token
-_TOKENS = ("image_token_id", "image_token_index", "image_patch_id", "img_context_token_id")
 
 
 def rows_from_config(parts: ModelParts, per_row: int, max_pixels: int | None) -> RowsWithImages:
@@ -35,8 +33,7 @@ def rows_from_config(parts: ModelParts, per_row: int, max_pixels: int | None) ->
         ConfigError: the size of images, or how the model takes them, is not known.
     """
     config, name = parts.model.config, type(parts.model).__name__
-    token = next((each for each in (getattr(config, key, None) for key in _TOKENS) if isinstance(each, int)), None)
-    vision = getattr(config, "vision_config", None)
+    token, vision = image_token(config), getattr(config, "vision_config", None)
     if token is None or vision is None:
         raise ConfigError(_unknown(name, "its config has no image token or no vision_config"))
     takes = inspect.signature(type(parts.model).forward).parameters
@@ -47,7 +44,7 @@ def rows_from_config(parts: ModelParts, per_row: int, max_pixels: int | None) ->
         raise ConfigError(_unknown(name, first_line(error))) from error
 
     def images_of(ids: torch.Tensor, _: torch.Tensor) -> dict[str, torch.Tensor]:
-        marks = {each: (ids == token).long() for each in _MARKS if each in takes}
+        marks = {each: (ids == token).long() for each in MARKS if each in takes}
         return marks | {key: torch.cat([value] * len(ids)) for key, value in one.items()}
 
     return rows_with_images(per_row, [[token] * tokens], images_of, note, per_row)

@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.components import Component, component_of_params, frozen_components
+from horizon_lm.model.image_inputs import takes_images
 from horizon_lm.runs.admission.inputs import RowShape, Source
 from horizon_lm.runs.config import RunConfig
-from horizon_lm.runs.data.vision import takes_images
 
 
 def freeze_unreached(run: RunConfig, source: Source, rows: RowShape) -> RunConfig:

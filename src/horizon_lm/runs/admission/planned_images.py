@@ -31,7 +31,7 @@ _TOKENS_TRIED = 4096  # of images in a row with which the model's code is tried
 _ROWS_DECODED = 32  # first rows whose images a plan decodes: those with the most images
 
 
-def with_images(
+def with_images_of_data(
     run: RunConfig, source: Source, rows: RowShape, find: Callable[[], RowsWithImages | None]
 ) -> tuple[Source, list[str]]:
     """Return the model of a run with the images of its data, and a note if a plan cannot count them.

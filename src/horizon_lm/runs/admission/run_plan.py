@@ -21,7 +21,7 @@ from horizon_lm.planning.arithmetic.request import ForwardBatch, Machine, Reques
 from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.runs.admission.frozen_components import freeze_unreached, frozen_notes, trained_beside_text
 from horizon_lm.runs.admission.inputs import RowShape, Source, compute_dtype, fetch_source, open_source
-from horizon_lm.runs.admission.planned_images import images_of_tables, with_images
+from horizon_lm.runs.admission.planned_images import images_of_tables, with_images_of_data
 from horizon_lm.runs.admission.remedies import remedies_of
 from horizon_lm.runs.admission.side_files import side_files
 from horizon_lm.runs.admission.this_machine import this_machine
@@ -302,7 +302,7 @@ class Admission:
         self._run = freeze_unreached(self._run, self._source, shape)
         machine, tables = self._machine(), (loader.rows, *held_out)
         if any(table.has_images for table in tables):
-            self._source, notes = with_images(self._run, self._source, shape, partial(images_of_tables, tables))
+            self._source, notes = with_images_of_data(self._run, self._source, shape, partial(images_of_tables, tables))
             machine = replace(machine, notes=[*machine.notes, *notes])
         self._plan_for = partial(
             self._plan, source=self._source, rows=shape, num_steps=num_steps, saves=saves, tokenizer=tokenizer

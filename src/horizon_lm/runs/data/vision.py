@@ -1,6 +1,5 @@
 """Make tokens and tensors of images with the processor of a model: `transformers` knows how each model writes images into its texts."""
 
-import inspect
 import math
 import re
 import shutil
@@ -16,6 +15,7 @@ import xxhash
 
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model.config_limits import require_sane_processor
+from horizon_lm.model.image_inputs import takes_images
 from horizon_lm.runs.data.answer_spans import Span
 from horizon_lm.runs.data.conversations import RowError
 from horizon_lm.runs.data.image_files import ImageBytes, ImageFiles, decode, require_pillow
@@ -279,11 +279,6 @@ def vision_of(model: "ModelSource", max_pixels: int | None = None, min_pixels: i
         return None
     rope_index = rope_index_of(model.skeleton())
     return Vision(model.folder, model.config, max_pixels, min_pixels, model.trust_remote_code, rope_index)
-
-
-def takes_images(model: Any) -> bool:
-    """Return whether a model's forward has an argument for images."""
-    return "pixel_values" in inspect.signature(type(model).forward).parameters
 
 
 @dataclass(frozen=True, slots=True)
